@@ -1,0 +1,185 @@
+"""Attention as page partials merged in ascending order.
+
+For every page: scores, the page's own maximum, unnormalised weights, their
+sum and the weighted values. Partials are merged by ascending absolute page
+number in float32 with the online-softmax formula (arXiv:1805.02867), and a
+page that a row cannot see is skipped by a select on the merged state. So a
+row's bits depend neither on the cache's capacity, nor on how many pages were
+skipped, nor on where a page lives.
+"""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from kvgraft_jax import cache as cache_lib
+from kvgraft_jax import config as config_lib
+from kvgraft_jax import layers
+from kvgraft_jax import numerics
+
+# Finite, so that no difference of two of them is NaN.
+MASKED = -1e30
+# Rows handled at once; smaller steps handle all theirs. Rows of a later block
+# see fewer masked pages, which halves the work of a sliding layer.
+ROW_BLOCK = 128
+
+
+def visible(
+    q_positions: jax.Array, k_positions: jax.Array, window: int | None
+) -> jax.Array:
+  """Returns bool [Q, P]: key is not later, and inside the window.
+
+  The window counts the query's own position.
+  """
+  distance = q_positions[:, None] - k_positions[None, :]
+  seen = distance >= 0
+  return seen if window is None else seen & (distance < window)
+
+
+def _dot(a, b, dims, unrolled: bool) -> jax.Array:
+  """Batched dot over the kv heads (leading axis of both), float32 out."""
+  precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+  if not unrolled:
+    return lax.dot_general(
+        a, b, (((2,), (dims,)), ((0,), (0,))), precision=precision,
+        preferred_element_type=jnp.float32)
+  return jnp.stack([
+      lax.dot_general(
+          a[h], b[h], (((1,), (dims - 1,)), ((), ())), precision=precision,
+          preferred_element_type=jnp.float32)
+      for h in range(a.shape[0])
+  ])
+
+
+def page_partial(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, unrolled: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns one page's maximum, weight sum and weighted values.
+
+  Args:
+    q: [K, Q * G, H], scaled, in the compute dtype.
+    k: [P, K, H].
+    v: [P, K, H].
+    mask: bool [Q, P].
+    unrolled: one product a kv head instead of a batched one.
+
+  Returns:
+    m [K, QG, 1], l [K, QG, 1], acc [K, QG, H], all float32.
+  """
+  groups = q.shape[1] // mask.shape[0]
+  k, v = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
+  mask = jnp.repeat(mask, groups, axis=0)[None]
+  scores = jnp.where(mask, _dot(q, k, 2, unrolled), MASKED)
+  m = layers.tree_max(scores)
+  p = jnp.exp(scores - m)
+  l = layers.tree_sum(p)
+  acc = _dot(p.astype(v.dtype), v, 1, unrolled)
+  return m, l, acc
+
+
+def merge(state, partial, seen: jax.Array, one: jax.Array):
+  """Folds a page's partial into the running (m, l, acc).
+
+  Args:
+    state: m, l, acc of the pages in front.
+    partial: m, l, acc of this page.
+    seen: bool [1, QG, 1], whether the row sees anything of this page.
+    one: the seal.
+  """
+  m, l, acc = state
+  m_page, l_page, acc_page = partial
+  m_new = jnp.maximum(m, m_page)
+  old, new = jnp.exp(m - m_new), jnp.exp(m_page - m_new)
+  return (
+      jnp.where(seen, m_new, m),
+      jnp.where(seen, l * old * one + l_page * new * one, l),
+      jnp.where(seen, acc * old * one + acc_page * new * one, acc),
+  )
+
+
+def page_range(
+    first: jax.Array, last: jax.Array, window: int | None, page: int
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the pages [lo, hi) that queries at positions first..last see."""
+  hi = last // page + 1
+  if window is None:
+    return jnp.zeros_like(hi), hi
+  return jnp.maximum(first - window + 1, 0) // page, hi
+
+
+def attend(
+    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, *, layer: int,
+    b: int, start: jax.Array, spec: config_lib.AttentionSpec,
+    profile: numerics.Profile, one: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Attention of R rows at positions start.. over the cache, own rows included.
+
+  Args:
+    q: float32 [R, N, H], rotated and scaled.
+    k_cache: unsigned [L, B, S, K, H], already holding the rows themselves.
+    v_cache: same.
+    layer: row of the caches.
+    b: sequence.
+    start: int32 [], position of the first row.
+    spec: kind of the layer.
+    profile: page size, dtype and form.
+    one: the seal.
+
+  Returns:
+    float32 [R, N, H], and the two caches unchanged: they ride through the
+    loops, or XLA would copy them whole to keep them alive behind a loop.
+  """
+  n_rows, n_heads, dim = q.shape
+  groups = n_heads // spec.kv_heads
+  page, dtype = profile.page, profile.dtype
+  margin = 0 if spec.window is None else profile.chunk
+  q = q.astype(dtype).reshape(n_rows, spec.kv_heads, groups, dim)
+  q = q.transpose(1, 0, 2, 3).reshape(spec.kv_heads, n_rows * groups, dim)
+
+  def rows_at(q_block, first, count, caches):
+    positions = first + jnp.arange(count, dtype=jnp.int32)
+    lo, hi = page_range(first, first + count - 1, spec.window, page)
+
+    def body(number, carry):
+      state, caches = carry
+      k, v = (
+          cache_lib.read_page(c, layer, b, number, page, dtype, margin)
+          for c in caches)
+      k_positions = number * page + jnp.arange(page, dtype=jnp.int32)
+      mask = visible(positions, k_positions, spec.window)
+      # Visible keys of a row are one run, so two ends tell if there are any.
+      first_key, last_key = number * page, number * page + page - 1
+      seen = positions >= first_key
+      if spec.window is not None:
+        seen &= positions - last_key < spec.window
+      seen = jnp.repeat(seen, groups)[None, :, None]
+      partial = page_partial(q_block, k, v, mask, profile.unroll_heads)
+      return merge(state, partial, seen, one), caches
+
+    shape = q_block.shape[:2]
+    state = (
+        jnp.full(shape + (1,), MASKED, jnp.float32),
+        jnp.zeros(shape + (1,), jnp.float32),
+        jnp.zeros(shape + (dim,), jnp.float32),
+    )
+    (_, l, acc), caches = lax.fori_loop(lo, hi, body, (state, caches))
+    return acc * (1.0 / l), caches
+
+  caches = (k_cache, v_cache)
+  if n_rows <= ROW_BLOCK:
+    out, caches = rows_at(q, start, n_rows, caches)
+  else:
+    size = ROW_BLOCK * groups
+
+    def block(i, carry):
+      out, caches = carry
+      part = lax.dynamic_slice_in_dim(q, i * size, size, axis=1)
+      part, caches = rows_at(part, start + i * ROW_BLOCK, ROW_BLOCK, caches)
+      out = lax.dynamic_update_slice_in_dim(out, part, i * size, axis=1)
+      return out, caches
+
+    out, caches = lax.fori_loop(
+        0, n_rows // ROW_BLOCK, block,
+        (jnp.zeros(q.shape, jnp.float32), caches))
+  out = out.reshape(spec.kv_heads, n_rows, groups, dim)
+  return out.transpose(1, 0, 2, 3).reshape(n_rows, n_heads, dim), *caches

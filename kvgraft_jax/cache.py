@@ -1,0 +1,156 @@
+"""The KV cache: bit patterns of K and V, one stacked array per layer kind.
+
+K and V are held as unsigned integers, not floats: XLA:CPU turns an update of
+a bfloat16 array into a conversion of the whole array to float32 and back.
+
+Global layers: slot = position. Sliding layers: a ring of whole pages, slot =
+position mod ring, between two margins that are never read. What a slot holds is decided by positions alone; the mask
+never looks at slots.
+"""
+
+from collections.abc import Mapping
+
+import flax.struct
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from kvgraft_jax import config as config_lib
+from kvgraft_jax import numerics
+
+BITS = {'bfloat16': np.uint16, 'float32': np.uint32}
+
+
+@flax.struct.dataclass
+class KVCache:
+  """Keys and values of B sequences, as bit patterns.
+
+  Attributes:
+    k: kind -> uint16 or uint32 [L_kind, B, S_kind, K, H], after rotary.
+    v: same shapes.
+    scalars: float32 [] leaves that must reach a program at run time, among
+      them `one`, the seal (see `layers`).
+  """
+
+  k: dict[str, jax.Array]
+  v: dict[str, jax.Array]
+  scalars: dict[str, jax.Array]
+
+  @property
+  def batch(self) -> int:
+    return self.k[config_lib.GLOBAL].shape[1]
+
+  @property
+  def capacity(self) -> int:
+    """Positions that the global layers can hold."""
+    return self.k[config_lib.GLOBAL].shape[2]
+
+  @property
+  def nbytes(self) -> int:
+    return sum(a.nbytes for d in (self.k, self.v) for a in d.values())
+
+
+def round_up(value: int, multiple: int) -> int:
+  """Returns the smallest multiple of `multiple` that is >= `value`."""
+  return -(-value // multiple) * multiple
+
+
+def ring_size(window: int, profile: numerics.Profile) -> int:
+  """Returns slots of a sliding layer's ring, for every step size <= chunk.
+
+  A step of R rows needs the window - 1 positions in front of its first row
+  beside its own R; whole pages, so that a page never wraps.
+  """
+  return round_up(window + profile.chunk - 1, profile.page)
+
+
+def shapes(
+    config: config_lib.ModelConfig, profile: numerics.Profile, batch: int,
+    capacity: int,
+) -> dict[str, tuple[int, ...]]:
+  """Returns kind -> shape [L_kind, B, S_kind, K, H].
+
+  S_kind of a sliding kind is margin + ring + margin: the margins, `chunk`
+  slots each, take what a step writes past either end of the ring.
+  """
+  result = {}
+  for kind in config_lib.KINDS:
+    spec = config.spec(kind)
+    slots = round_up(capacity, profile.page)
+    if spec.window is not None:
+      slots = ring_size(spec.window, profile) + 2 * profile.chunk
+    result[kind] = (len(config.kind_layers(kind)), batch, slots,
+                    spec.kv_heads, spec.head_dim)
+  return result
+
+
+def empty(
+    config: config_lib.ModelConfig, profile: numerics.Profile, *, batch: int,
+    capacity: int, scalars: Mapping[str, np.ndarray],
+) -> KVCache:
+  """Returns a cache of zeros for `batch` sequences of up to `capacity`."""
+  bits = BITS[profile.dtype]
+  made = shapes(config, profile, batch, capacity)
+  return KVCache(
+      k={kind: jnp.zeros(shape, bits) for kind, shape in made.items()},
+      v={kind: jnp.zeros(shape, bits) for kind, shape in made.items()},
+      scalars={name: jnp.asarray(x) for name, x in scalars.items()},
+  )
+
+
+def to_bits(x: jax.Array, dtype: str) -> jax.Array:
+  """Rounds float32 `x` to `dtype` and returns its bit pattern."""
+  return lax.bitcast_convert_type(x.astype(dtype), BITS[dtype])
+
+
+def from_bits(x: jax.Array, dtype: str) -> jax.Array:
+  """Returns the floats of `dtype` whose bit patterns are `x`."""
+  return lax.bitcast_convert_type(x, jnp.dtype(dtype))
+
+
+def write_rows(
+    cache: jax.Array, rows: jax.Array, layer: int, b: int, start: jax.Array,
+    margin: int,
+) -> jax.Array:
+  """Writes R rows at positions start.. of one layer and sequence.
+
+  Args:
+    cache: unsigned [L, B, S, K, H].
+    rows: same type, [R, K, H].
+    layer: row of `cache`.
+    b: sequence.
+    start: int32 [], first position. For a global layer the caller has checked
+      start + R <= S (`dynamic_update_slice` would silently move the write).
+    margin: 0 for a global layer; for a ring the slots in front of and behind
+      it (see `shapes`), at least R.
+
+  Returns:
+    The updated array, in place where it is donated.
+  """
+  rows = rows[None, None]
+  if not margin:
+    return lax.dynamic_update_slice(cache, rows, (layer, b, start, 0, 0))
+  ring = cache.shape[2] - 2 * margin
+  slot = lax.rem(start, ring)
+  # Rows past the ring's end spill into the rear margin; a second write one
+  # ring earlier puts them where they belong, and all others into the front
+  # margin. Two blind writes, because reading what is there first would make
+  # XLA copy the whole array.
+  cache = lax.dynamic_update_slice(
+      cache, rows, (layer, b, margin + slot, 0, 0))
+  early = jnp.maximum(margin + slot - ring, 0)
+  return lax.dynamic_update_slice(cache, rows, (layer, b, early, 0, 0))
+
+
+def read_page(
+    cache: jax.Array, layer: int, b: int, page_number: jax.Array, page: int,
+    dtype: str, margin: int,
+) -> jax.Array:
+  """Returns the page with absolute number `page_number`, float [P, K, H]."""
+  _, _, slots, heads, dim = cache.shape
+  pages = (slots - 2 * margin) // page
+  slot = margin + lax.rem(page_number, pages) * page
+  bits = lax.dynamic_slice(
+      cache, (layer, b, slot, 0, 0), (1, 1, page, heads, dim))
+  return from_bits(bits[0, 0], dtype)

@@ -1,0 +1,1 @@
+"""Weights, configuration and tokenizer from the outside, in one form."""

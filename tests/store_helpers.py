@@ -1,0 +1,204 @@
+"""Small artifacts with known content, and what children of store tests run.
+
+Children are forked from a fresh interpreter that has not used TensorStore yet:
+its threads do not survive a fork.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+from kvgraft_jax import artifact
+from kvgraft_jax import errors
+from kvgraft_jax import hashing
+from kvgraft_jax import store as store_lib
+
+LOGITS = 'ab' * 32
+NOBODY = 65534
+
+
+@dataclasses.dataclass
+class Case:
+  """What a deposit is given, and its bit patterns by (kind, block)."""
+
+  fields: artifact.KeyFields
+  layouts: dict[str, artifact.KindLayout]
+  tokens: np.ndarray
+  blocks: dict[tuple[str, int], np.ndarray]
+
+  def rows(self, kind: str) -> np.ndarray:
+    """Returns all stored positions, [layers, 2, T, kv_heads, head_dim]."""
+    return np.concatenate(
+        [a for (k, _), a in self.blocks.items() if k == kind], axis=2)
+
+
+def case(
+    start: int = 0, end: int = 100, *, block: int = 32, sliding: str = 'full',
+    dtype: str = 'bfloat16', seed: int = 0, window: int = 24, heads: int = 2,
+    dim: int = 16, fill: int | None = None, layers=((0, 1, 3), (2, 4)),
+) -> Case:
+  """Returns a case with random patterns, or with `fill` everywhere."""
+  rng = np.random.default_rng(seed)
+  tokens = rng.integers(0, 320, end - start).astype(np.int32)
+  fields = artifact.KeyFields(
+      model='m', tokenizer='t', template='none', numerics_class='c',
+      parent='a' * 64 if start else '', start=start, end=end,
+      tokens_sha256=hashing.tokens_sha256(tokens), block=block,
+      sliding=sliding)
+  layouts = {
+      'sliding': artifact.KindLayout(layers[0], heads, dim, dtype, window),
+      'global': artifact.KindLayout(layers[1], heads, dim, dtype, None),
+  }
+  blocks = {}
+  for kind, layout in layouts.items():
+    top = np.iinfo(layout.element).max
+    for index, lo, hi in artifact.geometry(fields, layout).blocks:
+      shape = (len(layout.layers), 2, hi - lo, heads, dim)
+      blocks[kind, index] = (
+          rng.integers(0, top, shape, layout.element, endpoint=True)
+          if fill is None else np.full(shape, fill, layout.element))
+  return Case(fields, layouts, tokens, blocks)
+
+
+def deposit(
+    store: store_lib.Store, what: Case, logits: str = LOGITS, **outer
+) -> artifact.Manifest:
+  """Deposits a case, last blocks first."""
+  with store.create(what.fields, what.layouts, what.tokens) as writer:
+    for (kind, index), array in reversed(what.blocks.items()):
+      writer.write_block(kind, index, array)
+    return writer.commit(last_logits_sha256=logits, outer=outer)
+
+
+def read(
+    store: store_lib.Store, manifest: artifact.Manifest, kind: str,
+    start: int | None = None, stop: int | None = None, verify: bool = True,
+) -> np.ndarray:
+  """Returns positions [start, stop), [layers, 2, n, kv_heads, head_dim]."""
+  lo, hi = artifact.available(manifest)[kind]
+  start, stop = lo if start is None else start, hi if stop is None else stop
+  layout = manifest.layouts[kind]
+  out = np.full((2, len(layout.layers), stop - start, layout.kv_heads,
+                 layout.head_dim), 0x5a5a, layout.element)
+  store.read(manifest, kind, start, stop, out[0], out[1], verify=verify)
+  return out.swapaxes(0, 1)
+
+
+def check(
+    store: store_lib.Store, manifest: artifact.Manifest, what: Case
+) -> None:
+  """Reads everything back and compares every byte."""
+  assert store.tokens(manifest).tobytes() == what.tokens.tobytes()
+  for kind in what.layouts:
+    found = read(store, manifest, kind)
+    assert found.tobytes() == what.rows(kind).tobytes(), kind
+
+
+def files(root: str | pathlib.Path, manifest: artifact.Manifest):
+  """Returns name -> path of the data files of an artifact."""
+  base = pathlib.Path(root, 'a', manifest.key, manifest.attempt)
+  return {name: base / name for name in
+          artifact.data_files(manifest.fields, manifest.layouts)}
+
+
+def child(function: str, *args: object) -> list:
+  """Runs a function of this module in a fresh interpreter; its JSON lines."""
+  roots = [str(pathlib.Path(artifact.__file__).parents[1]),
+           str(pathlib.Path(__file__).parent)]
+  env = dict(os.environ, PYTHONPATH=os.pathsep.join(roots))
+  done = subprocess.run(
+      [sys.executable, '-c',
+       f'import store_helpers; store_helpers.{function}(*{args!r})'],
+      env=env, capture_output=True, text=True, timeout=120, check=False)
+  assert done.returncode == 0, done.stderr
+  return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def _fork(function) -> int:
+  """Runs `function` in a forked process and prints what it returns."""
+  sys.stdout.flush()
+  pid = os.fork()
+  if pid:
+    return pid
+  status = 1
+  try:
+    line = json.dumps(function()) + '\n'
+    os.write(1, line.encode())
+    status = 0
+  finally:
+    os._exit(status)
+
+
+def _outcome(function) -> dict:
+  """Returns what `function` returned, or the error it raised."""
+  try:
+    return {'value': function()}
+  except errors.KvgraftError as e:
+    return {'error': type(e).__name__, 'text': str(e)}
+
+
+def kill_rounds(root: str, rounds: int) -> None:
+  """Kills deposits at random moments; prints how many ended before that."""
+  chance = random.Random(0)
+  longest = 0.0
+  for i in range(rounds):
+    began = time.monotonic()
+    pid = _fork(lambda i=i: deposit(
+        store_lib.Store(root), case(seed=i, end=60 + i)).id)
+    if i < 2:
+      os.waitpid(pid, 0)
+      longest = time.monotonic() - began
+    else:
+      time.sleep(chance.uniform(0, longest))
+      os.kill(pid, signal.SIGKILL)
+      os.waitpid(pid, 0)
+
+
+def race(root: str, rounds: int, writers: int) -> None:
+  """Lets several processes deposit one key at once; prints their ids."""
+  for i in range(rounds):
+    gate, opener = os.pipe()
+    def enter(i=i, gate=gate):
+      os.read(gate, 1)
+      return [i, _outcome(
+          lambda: deposit(store_lib.Store(root), case(seed=i)).id)]
+    pids = [_fork(enter) for _ in range(writers)]
+    os.write(opener, b'x' * writers)
+    for pid in pids:
+      os.waitpid(pid, 0)
+    os.close(gate)
+    os.close(opener)
+
+
+def unprivileged(root: str, keys: list[str]) -> None:
+  """As nobody: gets and reads each key, then deposits."""
+  # Made first, since nobody may not be able to import what it takes.
+  cases = [case(seed=i) for i in range(len(keys))]
+  new = case(seed=99)
+  if os.getuid() == 0:
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+  store = store_lib.Store(root)
+  for what, key in zip(cases, keys):
+    print(json.dumps(_outcome(
+        lambda w=what, k=key: check(store, store.get(k), w))))
+  print(json.dumps(_outcome(lambda: deposit(store, new).id)))
+  print(json.dumps(_outcome(lambda: store.set_name('x', keys[0]))))
+  print(json.dumps([len(store.list()), store.list_damaged()]))
+
+
+def small_files(root: str, limit: int) -> None:
+  """Deposits while no file may grow beyond `limit` bytes."""
+  resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+  store = store_lib.Store(root)
+  print(json.dumps(_outcome(lambda: deposit(store, case(seed=1)).id)))
