@@ -153,7 +153,7 @@ def attend(
       if spec.window is not None:
         seen &= positions - last_key < spec.window
       seen = jnp.repeat(seen, groups)[None, :, None]
-      partial = page_partial(q_block, k, v, mask, profile.unroll_heads)
+      partial = page_partial(q_block, k, v, mask, profile.heads == 'unrolled')
       return merge(state, partial, seen, one), caches
 
     shape = q_block.shape[:2]

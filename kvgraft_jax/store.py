@@ -45,7 +45,13 @@ _TS_ERRORS = (ValueError, OSError, RuntimeError, IndexError, MemoryError)
 @functools.cache
 def _context() -> ts.Context:
   """One for the process, so that memory:// names one store everywhere."""
-  return ts.Context({'file_io_mode': {'mode': 'memmap'}})
+  # The default of 32 retries turns a wrong address into many silent minutes.
+  retries = {'max_retries': 4}
+  return ts.Context({
+      'file_io_mode': {'mode': 'memmap'},
+      'gcs_request_retries': retries,
+      's3_request_retries': retries,
+  })
 
 
 @functools.cache
@@ -132,9 +138,10 @@ class Store:
     self._spec = _kvstore_spec(url)
     self._local = self._spec['driver'] == 'file'
     path = self._spec['path']
-    host = self._spec.get('bucket', '')
+    scheme = self._spec['driver'].replace('gcs', 'gs')
+    bucket = self._spec.get('bucket')
     self._root = path if self._local else (
-        f'{self._spec["driver"]}://{host}{"/" if host else ""}{path}')
+        f'{scheme}://{bucket}/{path}' if bucket else f'{scheme}://{path}')
     if self._local and os.path.exists(path.rstrip('/') or '/'):
       if not os.path.isdir(path):
         raise errors.UsageError(
@@ -143,7 +150,7 @@ class Store:
       raise errors.NotFoundError(
           f'there is no store at {path}; check --store or make a deposit first')
     self._kv = _wait(ts.KvStore.open(self._spec, context=_context()),
-                     f'opening the store {url}')
+                     f'opening the store {self._root}')
 
   def where(self, name: str) -> str:
     """Returns the full name of the object `name`, for messages."""
@@ -405,8 +412,8 @@ class Store:
     hint = f'; did you mean {close[0]}?' if close else ''
     hint += f'; {damaged} manifests are damaged' if damaged else ''
     return errors.NotFoundError(
-        f'no artifact {ref!r} in {self.url} ({len(found) - damaged} artifacts)'
-        f'{hint}; list them with `kvgraft ls`')
+        f'no artifact {ref!r} in {self._root} ({len(found) - damaged}'
+        f' artifacts){hint}; list them with `kvgraft ls`')
 
   # Names.
 
@@ -419,7 +426,7 @@ class Store:
     if manifest is None:
       raise errors.NotFoundError(
           f'name {name!r} means artifact {value["id"][:12]}, which is no longer'
-          f' in {self.url}; list what is there with `kvgraft ls`')
+          f' in {self._root}; list what is there with `kvgraft ls`')
     if manifest.id != value['id']:
       raise errors.DamageError(
           f'name {name!r} means artifact {value["id"][:12]}, but its key holds'
@@ -614,8 +621,9 @@ class Writer:
   ):
     artifact.check_layouts(layouts)
     ids = np.asarray(tokens)
-    if ids.shape != (fields.end - fields.start,) or (
-        hashing.tokens_sha256(ids) != fields.tokens_sha256):
+    if ids.dtype.kind not in 'iu' or ids.shape != (
+        fields.end - fields.start,) or (
+            hashing.tokens_sha256(ids) != fields.tokens_sha256):
       raise errors.UsageError(
           f'tokens {list(ids.shape)} are not the {fields.end - fields.start}'
           ' that the key names')

@@ -46,7 +46,11 @@ class _Tokenizer:
   vocab_size: int
   bos_id: int
   eos_ids: tuple[int, ...]
-  fingerprint: str
+
+  @property
+  def fingerprint(self) -> str:
+    """Hex SHA-256 over everything that decides ids and text."""
+    raise NotImplementedError
 
   def token_bytes(self, token: int, *, show_special: bool = False) -> bytes:
     """Returns the bytes that one id stands for."""
@@ -152,10 +156,10 @@ class SpmTokenizer(_Tokenizer):
     self.eos_ids = tuple(values['eos_ids'])
     self._unk_id = values['unk_id']
     self._blob = arrays['pieces'].tobytes()
-    self._ends = memoryview(arrays['ends'])
-    self._scores = memoryview(arrays['scores'])
-    self._kinds = memoryview(arrays['kinds'])
-    self._table = memoryview(arrays['table'])
+    self._ends = arrays['ends'].data
+    self._scores = arrays['scores'].data
+    self._kinds = arrays['kinds'].data
+    self._table = arrays['table'].data
     self._found: dict[str, int] = {}
     behind = ''.join(map(re.escape, _SPACE + values['uncut']))
     self._split = re.compile(f'(?<![{behind}])(?={_SPACE})').split
@@ -274,7 +278,7 @@ class SpmTokenizer(_Tokenizer):
     """
     _utf8(text)
     out = [self.bos_id] if add_bos else []
-    known: dict[str, list[int]] = {}  # Words repeat; merging is a pure function.
+    known: dict[str, list[int]] = {}  # Words repeat.
     for plain, special in self._special_match.cut(text):
       for word in self._split(plain.replace(' ', _SPACE)):
         ids = known.get(word)
@@ -290,7 +294,7 @@ class SpmTokenizer(_Tokenizer):
     parts = list(word)  # '' once merged into the part on its left.
     count = len(parts)
     left, right = list(range(-1, count - 1)), list(range(1, count + 1))
-    heap = []
+    heap: list[tuple[float, int, int, str]] = []
 
     def offer(a: int, b: int) -> None:
       union = parts[a] + parts[b]
@@ -319,9 +323,9 @@ class SpmTokenizer(_Tokenizer):
 
   def _find(self, part: str) -> int:
     """Returns the id of a normal piece, or -1."""
-    token = self._found.get(part)
-    if token is not None:
-      return token
+    known = self._found.get(part)
+    if known is not None:
+      return known
     raw, mask = part.encode('utf-8'), len(self._table) - 1
     at = zlib.crc32(raw) & mask
     while (token := self._table[at]) >= 0 and self._raw(token) != raw:
@@ -332,8 +336,10 @@ class SpmTokenizer(_Tokenizer):
     return token
 
   def _fallback(self, part: str) -> list[int]:
-    ids = [self._byte_ids.get(b) for b in part.encode('utf-8')]
-    return [self._unk_id] if None in ids else ids
+    try:
+      return [self._byte_ids[b] for b in part.encode('utf-8')]
+    except KeyError:
+      return [self._unk_id]
 
 
 class _LongestMatch:

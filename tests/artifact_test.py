@@ -10,7 +10,6 @@ from kvgraft_jax import errors
 from kvgraft_jax import hashing
 import store_helpers
 
-
 # Other values mean another artifact format.
 KEY = '4fd9ae48e2c86803081782fdbc6fe8319bc75d1d58642921ef36feb9d9c6fac5'
 ID = '96abc1ee569556b73307bcc06c27dc853c301e3ace74107b5ea37d725b9a3697'
@@ -199,7 +198,8 @@ def _resigned(edit, rehash: bool) -> bytes:
   if rehash:
     value['id'] = hashing.json_sha256('kvgraft.content', value['content'])
   return artifact.sign(json.dumps(
-      value, sort_keys=True, ensure_ascii=False, separators=(',', ':')).encode())
+      value, sort_keys=True, ensure_ascii=False,
+      separators=(',', ':')).encode())
 
 
 def _set(*path):

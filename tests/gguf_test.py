@@ -7,13 +7,12 @@ import struct
 import numpy as np
 import pytest
 
+import gguf_writer
 from kvgraft_jax import config
 from kvgraft_jax import errors
 from kvgraft_jax.checkpoints import gguf
 from kvgraft_jax.checkpoints import gguf_gemma
 from kvgraft_jax.checkpoints import tree
-
-import gguf_writer
 
 GOLDEN = json.loads(
     (pathlib.Path(__file__).parent / 'testdata/gguf_blocks.json').read_text()

@@ -1,8 +1,13 @@
 import dataclasses
+import functools
+import hashlib
 import itertools
+import json
+import math
 import os
 import pathlib
 
+import blake3
 import numpy as np
 import pytest
 
@@ -137,6 +142,68 @@ def test_another_zarr_reader_sees_the_same_bits(store, tmp_path):
   first = array.spec().to_json()['metadata']['attributes']['first_position']
   found = array[:, :, 37 - first:].read().result()
   np.testing.assert_array_equal(found, what.rows('global'))
+
+
+def _framed(hasher, tag: str, *parts: bytes) -> str:
+  for part in (tag.encode(), *parts):
+    hasher.update(len(part).to_bytes(8, 'little') + part)
+  return hasher.hexdigest()
+
+
+@pytest.mark.parametrize('start, end, block, sliding', [
+    (0, 3, 32, 'full'), (37, 100, 32, 'window'), (500, 1100, 512, 'full')])
+def test_reader_written_from_the_format_alone(
+    store, tmp_path, start, end, block, sliding):
+  """Reads files, hashes and shards by FORMAT.md, without this package."""
+  what = store_helpers.case(start, end, block=block, sliding=sliding)
+  store_helpers.deposit(store, what)
+  [base] = (tmp_path / 'store' / 'a').iterdir()
+  line, body = (base / 'manifest.json').read_bytes().split(b'\n', 1)
+  assert line.decode() == hashlib.sha256(body).hexdigest()
+  value = json.loads(body)
+  content, outer = value['content'], value['outer']
+  fields = content['fields']
+  canonical = functools.partial(
+      json.dumps, sort_keys=True, ensure_ascii=False, separators=(',', ':'))
+  for tag, part, expected in (('kvgraft.key', fields, base.name),
+                              ('kvgraft.content', content, value['id'])):
+    assert _framed(hashlib.sha256(), tag, canonical(part).encode()) == expected
+  tokens = (base / outer['attempt'] / 'tokens').read_bytes()
+  assert _framed(hashlib.sha256(), 'kvgraft.tokens', tokens) == (
+      fields['tokens_sha256'])
+  for kind, layout in content['layouts'].items():
+    first = start
+    if sliding == 'window' and layout['window'] is not None:
+      first = max(start, (end - layout['window'] - 1) // block * block)
+    numbers = range(first // block, (end - 1) // block + 1)
+    origin, rows = numbers[0] * block, block
+    inner = 256 if block % 256 == 0 else block
+    if len(numbers) == 1:
+      origin, rows, inner = first, end - first, end - first
+    layers, heads = layout['layers'], layout['kv_heads']
+    dim = layout['head_dim']
+    for i, number in enumerate(numbers):
+      file = (base / outer['attempt'] / kind / f'c.0.0.{i}.0.0').read_bytes()
+      grid = (len(layers), 2, rows // inner, heads)
+      index = np.frombuffer(file[-4 - 16 * math.prod(grid):-4], '<u8').reshape(
+          *grid, 2)
+      found = np.zeros((len(layers), 2, rows, heads, dim), '<u2')
+      for at in np.ndindex(*grid):
+        offset, length = (int(n) for n in index[at])
+        if offset != 2**64 - 1:
+          found[at[0], at[1], at[2] * inner:(at[2] + 1) * inner, at[3]] = (
+              np.frombuffer(file[offset:offset + length], '<u2').reshape(
+                  inner, dim))
+      lo, hi = max(first, number * block), min(end, (number + 1) * block)
+      base_row = origin + i * rows
+      found = found[:, :, lo - base_row:hi - base_row]
+      assert found.tobytes() == what.blocks[kind, number].tobytes()
+      digests = [
+          _framed(blake3.blake3(), 'kvgraft.block',
+                  f'{kind} {layer} {part} {lo} {hi}'.encode(),
+                  found[n, p].tobytes())
+          for n, layer in enumerate(layers) for p, part in enumerate('KV')]
+      assert content['blocks'][kind][i] == digests
 
 
 def test_source_may_be_reused_once_written(store):
@@ -298,7 +365,8 @@ def test_name_is_never_moved(url):
 @pytest.mark.parametrize('url, message', [
     ('', 'expected a path'), ('x\0y', 'expected a path'), (None, 'expected'),
     ('foo://x', 'foo'), ('http://host/x', 'http'),
-    ('file://host/x', 'authority'), ('{"driver":"nope"}', 'nope'), ('{', 'cannot'),
+    ('file://host/x', 'authority'), ('{"driver":"nope"}', 'nope'),
+    ('{', 'cannot'),
     ('s3://', 'cannot'), ('gs://a/', 'cannot be opened|bucket')])
 def test_bad_url(url, message):
   with pytest.raises(errors.UsageError, match=message) as caught:
@@ -369,7 +437,8 @@ def test_writer_refuses_what_does_not_fit(store):
         writer.write_block(*args)
     with pytest.raises(errors.UsageError, match='block 0 is not written'):
       writer.commit(last_logits_sha256='0' * 64, outer={})
-  for tokens in (what.tokens[:-1], what.tokens + 1):
+  for tokens in (what.tokens[:-1], what.tokens + 1,
+                 what.tokens.astype(np.float32)):
     with pytest.raises(errors.UsageError, match='tokens'):
       store.create(what.fields, what.layouts, tokens)
 

@@ -33,7 +33,8 @@ class _Block:
   name: str
   values: int
   nbytes: int
-  unpack: Callable[[np.ndarray], np.ndarray]  # u8 [n, nbytes] -> f32 [n, values]
+  # uint8 [n, nbytes] -> float32 [n, values].
+  unpack: Callable[[np.ndarray], np.ndarray]
 
 
 def _half(blocks: np.ndarray, start: int) -> np.ndarray:
@@ -127,7 +128,7 @@ class _Cursor:
   """Reads header values one behind the other."""
 
   def __init__(self, data: np.ndarray, source: str):
-    self._data = memoryview(data)
+    self._data = data.data
     self._source = source
     self.at = 0
 
@@ -245,7 +246,7 @@ class GgufFile:
           f' found {version}: convert the file with a current converter'
       )
     tensor_count, value_count = cursor.u64(), cursor.u64()
-    self.metadata = {}
+    self.metadata: dict[str, Any] = {}
     for _ in range(value_count):
       key = cursor.string()
       if key in self.metadata:

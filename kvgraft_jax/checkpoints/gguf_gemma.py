@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,12 @@ _LAYER_NAMES = {
     'post_ffw_norm': 'post_feedforward_layernorm',
 }
 _PIECE_VALUES = 1 << 23  # float32 values dequantised at once: 32 MiB.
+
+
+def _size(config: config_lib.ModelConfig) -> tuple[int, ...]:
+  """Returns what tells the published sizes apart."""
+  return (len(config.layers), config.width, config.hidden, config.num_heads,
+          config.full.head_dim)
 
 
 class GemmaGguf:
@@ -75,7 +82,7 @@ class GemmaGguf:
     self.slots = tree.slots(self.config)
     self._names = self._check_tensors()
 
-  def _get(self, key: str, kind: type) -> object:
+  def _get(self, key: str, kind: type[Any]) -> Any:
     """Returns a metadata value; integers must be positive."""
     value = self._file.metadata.get(key)
     if not isinstance(value, kind) or (kind is int and value < 1):
@@ -137,10 +144,8 @@ class GemmaGguf:
       )
     # Nor the query scale, and older converters no rotary scaling: both follow
     # from the published size.
-    size = lambda c: (len(c.layers), c.width, c.hidden, c.num_heads,
-                      c.full.head_dim)
     preset = next(
-        (p for p in config_lib.PRESETS.values() if size(p) == size(config)),
+        (p for p in config_lib.PRESETS.values() if _size(p) == _size(config)),
         None,
     )
     factor = meta.get('gemma3.rope.scaling.factor')
@@ -173,11 +178,12 @@ class GemmaGguf:
       )
     tokens = meta['tokenizer.ggml.tokens'][:vocab]
     kinds = meta['tokenizer.ggml.token_type'][:vocab]
-    def token(name: str, default: int | None = None) -> int | None:
-      value = meta.get(f'tokenizer.ggml.{name}_token_id', default)
-      return value if value is None or isinstance(value, int) else -1
 
-    eos = {token('eos'), token('eot')} - {None}
+    def token(name: str, default: int = -1) -> int:
+      value = meta.get(f'tokenizer.ggml.{name}_token_id', default)
+      return value if isinstance(value, int) else -1
+
+    eos = {token('eos'), token('eot')} - {-1}
     # Instruction-tuned files name the end of a turn and leave this one out.
     eos |= {i for i, p in enumerate(tokens[:256]) if p == '<eos>'}
     return tokenizer_lib.SpmTokenizer.from_pieces(

@@ -1,0 +1,30 @@
+"""Deposit a model's KV state once; graft it anywhere, byte for byte.
+
+In data-flow order: a model, a context computed from nothing, an artifact in a
+store, a context grafted from it, and the checks that both are the same.
+"""
+
+from kvgraft_jax import nn as nn
+from kvgraft_jax.config import ModelConfig as ModelConfig
+from kvgraft_jax.decode import Generation as Generation
+from kvgraft_jax.engine import Context as Context
+from kvgraft_jax.engine import Model as Model
+from kvgraft_jax.engine import Score as Score
+from kvgraft_jax.engine import load_model as load_model
+from kvgraft_jax.errors import KvgraftError as KvgraftError
+from kvgraft_jax.graft import Artifact as Artifact
+from kvgraft_jax.graft import deposit as deposit
+from kvgraft_jax.graft import graft as graft
+from kvgraft_jax.store import Store as Store
+from kvgraft_jax.verify import AuditReport as AuditReport
+from kvgraft_jax.verify import VerifyReport as VerifyReport
+from kvgraft_jax.verify import audit as audit
+from kvgraft_jax.verify import verify as verify
+
+__version__ = '0.1.0'
+
+__all__ = [
+    'Artifact', 'AuditReport', 'Context', 'Generation', 'KvgraftError',
+    'Model', 'ModelConfig', 'Score', 'Store', 'VerifyReport', 'audit',
+    'deposit', 'graft', 'load_model', 'nn', 'verify',
+]

@@ -1,0 +1,485 @@
+"""Model and Context: prefill, decode, logits and scores, one schedule for all.
+
+A context is a list of tokens and the cache of those computed so far. Fresh and
+grafted contexts run the same code; what differs is only where the first rows
+of the cache came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvgraft_jax import cache as cache_lib
+from kvgraft_jax import config as config_lib
+from kvgraft_jax import decode
+from kvgraft_jax import errors
+from kvgraft_jax import hashing
+from kvgraft_jax import numerics
+from kvgraft_jax import programs as programs_lib
+from kvgraft_jax import recorder as recorder_lib
+from kvgraft_jax import sampling
+from kvgraft_jax import selftest
+from kvgraft_jax.checkpoints import resolve
+
+Progress = Callable[[int, int], None]
+# A padded chunk costs about as much as this share of it in tiles, measured on
+# CPU; shorter rests run tile by tile. Equal bits either way.
+TILES_BELOW = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+  """Log-likelihood of tokens behind a context.
+
+  Attributes:
+    logprob: sum, in nats.
+    logprobs: of each token.
+  """
+
+  logprob: float
+  logprobs: list[float]
+
+
+class Model:
+  """Weights, tokenizer, numerics and compiled programs.
+
+  Attributes:
+    config: the architecture.
+    params: weights on the device.
+    tokenizer: None where the source has none.
+    fingerprint: hex, of the weights' content and the config.
+    tokenizer_fingerprint: hex or 'none'.
+    template_fingerprint: hex or 'none'.
+    profile: numerics.
+    source: what the model was loaded from.
+    capacity: most positions a context may take.
+    programs: compiled steps.
+  """
+
+  def __init__(
+      self, checkpoint: resolve.Checkpoint, profile: numerics.Profile,
+      capacity: int | None = None,
+  ):
+    self.config = checkpoint.config
+    self.params = jax.tree.map(jax.device_put, checkpoint.params)
+    self.tokenizer = checkpoint.tokenizer
+    self.fingerprint = checkpoint.model_fingerprint
+    self.tokenizer_fingerprint = checkpoint.tokenizer_fingerprint
+    self.template_fingerprint = checkpoint.template_fingerprint
+    self.source = checkpoint.source
+    self.profile = profile
+    self.programs = programs_lib.Programs(self.config, profile, self.params)
+    self._report: selftest.Report | None = None
+    limit = self.config.max_context
+    if capacity is not None and not 0 < capacity <= limit:
+      raise errors.CapacityError(
+          f"capacity: expected 1 to {limit}, the model's context, found"
+          f' {capacity}')
+    self.capacity = capacity or limit
+
+  def self_test(self, progress=None) -> selftest.Report:
+    """Returns the self-test's report: cached, or run now (seconds)."""
+    if self._report is None:
+      self._report = selftest.load_or_run(
+          self.config, self.profile, self.params, progress)
+    return self._report
+
+  @property
+  def numerics_class(self) -> dict[str, str]:
+    """Factors between whose equal values bits are promised."""
+    return numerics.numerics_class(
+        self.profile, self.self_test().invariances)
+
+  def context(self) -> Context:
+    """Returns an empty context."""
+    return Context(self)
+
+  def prefill(
+      self, tokens: Iterable[int], *, record: bool = True,
+      progress: Progress | None = None,
+  ) -> Context:
+    """Computes `tokens` from nothing.
+
+    Args:
+      tokens: ids, verbatim; the first one is usually bos.
+      record: keep sliding rows that leave the ring, on the host, so that the
+        context can be deposited with `sliding='full'`.
+      progress: called with (positions done, positions in all).
+
+    Raises:
+      UsageError: if there is no token or an id is not one of the model's.
+      CapacityError: if they are more than the model's context.
+    """
+    context = Context(self, record=record)
+    context.extend(tokens, progress=progress)
+    return context
+
+  def check_tokens(self, tokens: Iterable[int], have: int = 0) -> list[int]:
+    """Returns `tokens` as ints, or raises what is wrong with them."""
+    result = []
+    for i, token in enumerate(tokens):
+      if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
+        raise errors.UsageError(
+            f'tokens[{i}]: expected an integer id, found {token!r}')
+      if not 0 <= token < self.config.vocab_size:
+        raise errors.UsageError(
+            f'tokens[{i}]: expected an id from 0 to'
+            f' {self.config.vocab_size - 1}, found {token}')
+      result.append(int(token))
+    if have + len(result) > self.capacity:
+      raise errors.CapacityError(
+          f'{have + len(result)} tokens ({have} in the context and'
+          f' {len(result)} more) are beyond the capacity of {self.capacity};'
+          ' shorten the text or raise the capacity (the context of'
+          f' {self.config.name} is {self.config.max_context})')
+    return result
+
+  def slots_for(self, positions: int) -> int:
+    """Returns the cache capacity for `positions`: few sizes, few compiles."""
+    slots = 8 * self.profile.chunk
+    while slots < positions + self.profile.chunk:
+      slots *= 2
+    return slots
+
+
+class Context:
+  """Tokens at positions 0.. and the cache of those computed so far.
+
+  Attributes:
+    model: the model.
+    tokens: every token, a sampled one that has not been run yet included.
+    tokens_restored: positions that came from a store.
+    tokens_computed: positions that were run here.
+    exact: whether the restored part is promised to equal a fresh computation.
+    parent: manifest of the artifact this context was grafted from, or None.
+    parent_length: positions taken from it.
+  """
+
+  def __init__(self, model: Model, *, record: bool = True):
+    self.model = model
+    self.tokens: list[int] = []
+    self.tokens_restored = 0
+    self.tokens_computed = 0
+    self.exact = True
+    self.parent = None
+    self.parent_length = 0
+    self._done = 0
+    self._cache: cache_lib.KVCache | None = None
+    self._last: jax.Array | None = None  # [D], hidden row of position done - 1
+    self._record = record
+    self._recorder: recorder_lib.Recorder | None = None
+
+  @property
+  def length(self) -> int:
+    """Number of tokens."""
+    return len(self.tokens)
+
+  @property
+  def cache(self) -> cache_lib.KVCache:
+    """The cache; valid until the context is next extended."""
+    assert self._cache is not None
+    return self._cache
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes of cache on the device."""
+    return self._cache.nbytes if self._cache is not None else 0
+
+  def restore(
+      self, tokens: list[int], cache: cache_lib.KVCache, recorder,
+  ) -> None:
+    """Takes over a cache that holds `tokens` already (used by `graft`)."""
+    self.tokens, self._cache = list(tokens), cache
+    self._done = self.tokens_restored = len(tokens)
+    self._recorder = recorder
+
+  def extend(
+      self, tokens: Iterable[int], *, progress: Progress | None = None
+  ) -> Context:
+    """Appends `tokens` and computes them; returns this context.
+
+    Raises:
+      UsageError: if an id is not one of the model's; nothing has changed then.
+      CapacityError: if there is no room; nothing has changed then.
+    """
+    self.tokens += self.model.check_tokens(tokens, self.length)
+    self.compute(progress=progress)
+    return self
+
+  def append(self, token: int) -> None:
+    """Appends one token without running it yet."""
+    self.tokens += self.model.check_tokens([token], self.length)
+
+  def compute(self, *, progress: Progress | None = None) -> None:
+    """Runs every token that has not been run."""
+    total = self.length
+    if progress:
+      progress(self._done, total)
+    while self._done < total:
+      self._step(total)
+      if progress:
+        progress(self._done, total)
+
+  def _rows(self, left: int) -> int:
+    profile = self.model.profile
+    if left <= max(profile.tile, TILES_BELOW * profile.chunk):
+      return profile.tile
+    return profile.chunk
+
+  def _prepare(self, rows: int, total: int) -> None:
+    """Makes room for a step of `rows` rows, padding included."""
+    programs = self.model.programs
+    slots = self.model.slots_for(total)
+    if self._cache is None:
+      self._cache = programs.empty_cache(1, slots)
+    elif self._cache.capacity < slots:
+      self._cache = grow(self._cache, slots)
+    if self._record:
+      if self._recorder is None:
+        self._recorder = recorder_lib.Recorder(
+            self.model.config, self.model.profile, 0)
+      self._recorder.before_step(self._cache, self._done, rows)
+
+  def _step(self, total: int) -> tuple[jax.Array, int]:
+    """Runs the next rows; returns their hidden rows [R, D] and how many."""
+    at, left = self._done, total - self._done
+    rows = self._rows(left)
+    self._prepare(rows, total)
+    valid = min(rows, left)
+    step = np.zeros((1, rows), np.int32)
+    step[0, :valid] = self.tokens[at:at + valid]
+    hidden, self._cache = self.model.programs.run_step(
+        self.model.params, self.cache, step, np.asarray([at], np.int32))
+    self._last = hidden[0, valid - 1]
+    self._done += valid
+    self.tokens_computed += valid
+    return hidden[0], valid
+
+  def _recompute_last(self) -> None:
+    """Makes the hidden row of the last position, which no store holds."""
+    if not self.tokens:
+      raise errors.UsageError(
+          'logits: expected at least one token in the context, found none')
+    self.compute()
+    if self._last is None:
+      self._done -= 1
+      if self.tokens_restored > self._done:
+        self.tokens_restored = self._done
+      self.compute()
+
+  def logits(self) -> np.ndarray:
+    """Returns float32 [V], the logits behind the last token.
+
+    Raises:
+      UsageError: if the context is empty.
+      NumericsError: if a logit is not finite.
+    """
+    return self.head(self.last_hidden()[None])[0]
+
+  def last_hidden(self) -> jax.Array:
+    """Returns the hidden row [D] of the last token."""
+    self._recompute_last()
+    assert self._last is not None
+    return self._last
+
+  def head(self, hidden: jax.Array | np.ndarray) -> np.ndarray:
+    """Returns checked logits float32 [n, V] of hidden rows [n, D]."""
+    logits = self.model.programs.run_head(self.model.params, hidden)
+    if not np.isfinite(logits).all():
+      raise errors.NumericsError(
+          f'logits at position {self.length - 1}: expected finite values, found'
+          ' NaN or infinity; check the weights')
+    return logits
+
+  def hidden_of(self, tokens: Iterable[int]) -> np.ndarray:
+    """Extends by `tokens`; returns their hidden rows float32 [n, D], host."""
+    tokens = self.model.check_tokens(tokens, self.length)
+    self.compute()
+    self.tokens += tokens
+    parts = [np.zeros((0, self.model.config.width), np.float32)]
+    while self._done < self.length:
+      hidden, valid = self._step(self.length)
+      parts.append(np.asarray(hidden)[:valid])
+    return np.concatenate(parts)
+
+  def logits_of(
+      self, tokens: Iterable[int], rows: Sequence[int] | None = None
+  ) -> np.ndarray:
+    """Extends by `tokens` and returns the logits behind some of them.
+
+    Args:
+      tokens: ids.
+      rows: indices into `tokens`; None for all.
+
+    Returns:
+      float32 [len(rows), V].
+
+    Raises:
+      UsageError: if a row is not one of `tokens`; nothing has changed then.
+    """
+    tokens = self.model.check_tokens(tokens, self.length)
+    rows = list(range(len(tokens))) if rows is None else list(rows)
+    for row in rows:
+      if not 0 <= row < len(tokens):
+        raise errors.UsageError(
+            f'rows: expected 0 to {len(tokens) - 1}, found {row}')
+    return self.head(self.hidden_of(tokens)[rows])
+
+  def score(self, tokens: Iterable[int]) -> Score:
+    """Returns the log-likelihood of `tokens` behind this context.
+
+    The context's own positions are never scored: a grafted context has logits
+    only for what follows. The context does not change.
+
+    Raises:
+      UsageError: if the context or `tokens` is empty.
+    """
+    tokens = self.model.check_tokens(tokens, self.length)
+    if not tokens:
+      raise errors.UsageError(
+          'score: expected at least one token to score, found none')
+    values = [sampling.log_softmax_at(self.logits(), tokens[0])]
+    if len(tokens) > 1:
+      hidden = self.fork().hidden_of(tokens[:-1])
+      tile = self.model.profile.tile
+      for at in range(0, len(hidden), tile):  # All at once may not fit: V.
+        logits = self.head(hidden[at:at + tile])
+        values += [sampling.log_softmax_at(row, tokens[at + i + 1])
+                   for i, row in enumerate(logits)]
+    return Score(float(sum(values)), values)
+
+  def generate(
+      self, max_new_tokens: int = 64, *, temperature: float = 0.0,
+      top_k: int = 0, top_p: float = 1.0, seed: int = 0, num_samples: int = 1,
+      stop_ids: Iterable[int] | None = None,
+      on_token: Callable[[int, int], None] | None = None,
+  ) -> list[decode.Generation]:
+    """Samples continuations.
+
+    With one sample the context is extended by it; several samples run as a
+    batch and leave the context as it was. Sample i draws what it would draw
+    alone.
+
+    Args:
+      max_new_tokens: most tokens a sample; fewer where the capacity ends.
+      temperature: 0 for greedy.
+      top_k: candidates kept; 0 keeps all.
+      top_p: probability kept.
+      seed: of the draws.
+      num_samples: how many.
+      stop_ids: ids that end a sample and are no part of it; None for the
+        tokenizer's.
+      on_token: called with (sample, token id) as each token is chosen.
+
+    Returns:
+      One `decode.Generation` a sample.
+    """
+    params = sampling.SamplingParams(temperature, top_k, top_p, seed)
+    if num_samples < 1:
+      raise errors.UsageError(
+          f'num_samples: expected at least 1, found {num_samples}')
+    contexts = [self] * num_samples
+    return decode.generate(
+        contexts, params, max_new_tokens=max_new_tokens, stop_ids=stop_ids,
+        on_token=on_token)
+
+  def fork(self) -> Context:
+    """Returns an independent copy; the device memory is copied."""
+    other = Context(self.model, record=self._record)
+    for name in ('tokens_restored', 'tokens_computed', 'exact', 'parent',
+                 'parent_length', '_done', '_last'):
+      setattr(other, name, getattr(self, name))
+    other.tokens = list(self.tokens)
+    if self._cache is not None:
+      other._cache = jax.tree.map(jnp.copy, self._cache)
+    if self._recorder is not None:
+      other._recorder = self._recorder.copy()
+    return other
+
+  def grown_cache(self, slots: int) -> cache_lib.KVCache:
+    """Returns a cache of `slots` global slots with all tokens computed."""
+    self.compute()
+    return grow(self.cache, slots) if self.cache.capacity < slots else (
+        self.cache)
+
+  def logits_sha256(self) -> str:
+    """Returns the SHA-256 of `logits()` as little-endian float32."""
+    return hashing.logits_sha256(self.logits())
+
+  def sliding_rows(self, start: int, stop: int):
+    """Returns K and V of the sliding layers at [start, stop), host arrays.
+
+    Returns:
+      k, v unsigned [L, stop - start, K, H].
+
+    Raises:
+      UsageError: if rows have left the ring and were not recorded.
+    """
+    recorder = self._recorder
+    if recorder is None:
+      window = self.model.config.sliding.window or 0
+      recorder = recorder_lib.Recorder(
+          self.model.config, self.model.profile, max(0, self._done - window))
+    return recorder.rows(self.cache, self._done, start, stop)
+
+
+def grow(cache: cache_lib.KVCache, slots: int) -> cache_lib.KVCache:
+  """Returns the same cache with room for `slots` global positions."""
+  kind = config_lib.GLOBAL
+
+  def pad(array):
+    more = slots - array.shape[2]
+    return jnp.pad(array, ((0, 0), (0, 0), (0, more), (0, 0), (0, 0)))
+
+  return cache.replace(
+      k=cache.k | {kind: pad(cache.k[kind])},
+      v=cache.v | {kind: pad(cache.v[kind])})
+
+
+def load_model(
+    spec: str, *, dtype: str = 'bfloat16', chunk: int | None = None,
+    tile: int | None = None, page: int | None = None,
+    capacity: int | None = None, self_test: bool = True, progress=None,
+) -> Model:
+  """Loads a model and settles its numerics.
+
+  The self-test runs once for these shapes, this machine and these versions
+  (seconds), and is kept in the user's cache directory. Where it refutes that
+  a tile's rows equal a chunk's, and no tile was asked for, the tile becomes
+  the chunk.
+
+  Args:
+    spec: 'gemma3-270m' (the embedded default), a .gguf file, 'tiny:SEED' or
+      'random:PRESET:SEED'.
+    dtype: 'bfloat16' or 'float32', of weights, operands and cache.
+    chunk: rows of a prefill step; None for the device's default.
+    tile: rows of a decode step; None for the default.
+    page: positions of an attention partial; None for the default.
+    capacity: most positions a context may take; None for the model's context.
+    self_test: False postpones the self-test until a class is needed.
+    progress: called with (case, number, count) while the self-test runs.
+
+  Raises:
+    UsageError: if a value is not accepted.
+    KvgraftError: if the weights cannot be had.
+  """
+  programs_lib.enable_compilation_cache()
+  checkpoint = resolve.resolve(spec, dtype)
+  if checkpoint.config.name == 'tiny':
+    chunk, tile, page = chunk or 32, tile or 4, page or 16
+  profile = numerics.default_profile(
+      dtype, chunk=chunk, tile=tile, page=page)
+  model = Model(checkpoint, profile, capacity)
+  if self_test and not model.self_test(progress).invariances['tile']:
+    if tile is None:
+      profile = dataclasses.replace(profile, tile=profile.chunk)
+      model = Model(checkpoint, profile, capacity)
+      model.self_test(progress)
+  return model

@@ -1,0 +1,471 @@
+"""Deposit a context as an artifact; graft an artifact into a new context.
+
+    positions   0 ............ parent.end ............ child.end
+    chain       [ parent [0, e) )[ child [e, n) )
+    global      slot = position, all of [0, n)
+    sliding     ring, the blocks that hold [n - window, n)
+    graft(m)    the same from [0, m) alone, for any m that the chain can serve
+
+A graft never touches a live cache: it reads and checks everything, then hands
+over a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvgraft_jax import artifact as artifact_lib
+from kvgraft_jax import cache as cache_lib
+from kvgraft_jax import config as config_lib
+from kvgraft_jax import engine
+from kvgraft_jax import errors
+from kvgraft_jax import hashing
+from kvgraft_jax import numerics
+from kvgraft_jax import recorder as recorder_lib
+from kvgraft_jax import store as store_lib
+
+ON_MISMATCH = ('fail', 'recompute', 'inexact')
+
+
+@dataclasses.dataclass(frozen=True)
+class Artifact:
+  """A deposit.
+
+  Attributes:
+    manifest: what the store holds.
+    name: name it was given, or None.
+    tokens_computed: positions that this deposit ran.
+    existed: whether the key was in the store already.
+  """
+
+  manifest: artifact_lib.Manifest
+  name: str | None = None
+  tokens_computed: int = 0
+  existed: bool = False
+
+  @property
+  def id(self) -> str:
+    return self.manifest.id
+
+  @property
+  def key(self) -> str:
+    return self.manifest.key
+
+  @property
+  def length(self) -> int:
+    """Tokens of a context grafted from the whole chain."""
+    return self.manifest.fields.end
+
+
+Ref = str | Artifact | artifact_lib.Manifest
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+  """Positions [start, stop) that one artifact of a chain serves."""
+
+  manifest: artifact_lib.Manifest
+  start: int
+  stop: int
+
+
+def layouts(
+    config: config_lib.ModelConfig, dtype: str
+) -> dict[str, artifact_lib.KindLayout]:
+  """Returns the artifact layout of a model's cache."""
+  return {
+      kind: artifact_lib.KindLayout(
+          layers=config.kind_layers(kind), kv_heads=config.spec(kind).kv_heads,
+          head_dim=config.spec(kind).head_dim, dtype=dtype,
+          window=config.spec(kind).window)
+      for kind in config_lib.KINDS}
+
+
+def default_block(profile: numerics.Profile) -> int:
+  """Returns positions a stored block holds unless asked otherwise."""
+  return max(profile.page, min(512, profile.chunk))
+
+
+def manifest_of(store: store_lib.Store, ref: Ref) -> artifact_lib.Manifest:
+  """Returns the manifest that a reference names."""
+  if isinstance(ref, Artifact):
+    return ref.manifest
+  if isinstance(ref, artifact_lib.Manifest):
+    return ref
+  return store.find(ref)
+
+
+def chain(
+    store: store_lib.Store, ref: Ref, length: int | None = None
+) -> list[Segment]:
+  """Returns who serves which positions of [0, length), ascending.
+
+  Raises:
+    UsageError: if `length` is not one of 1 to the artifact's end.
+    DamageError: if a parent is lost or the chain has a gap.
+  """
+  manifest = manifest_of(store, ref)
+  end = manifest.fields.end
+  length = end if length is None else length
+  if not 1 <= length <= end:
+    raise errors.UsageError(
+        f'length: expected 1 to {end}, the tokens of artifact'
+        f' {manifest.id[:12]}, found {length}')
+  segments, stop = [], length
+  while True:
+    start = manifest.fields.start
+    if start < stop:
+      segments.append(Segment(manifest, start, stop))
+      stop = start
+    if not start:
+      return segments[::-1]
+    child, parent_key = manifest, manifest.fields.parent
+    found = store.get(parent_key)
+    if found is None:
+      raise errors.DamageError(
+          f'artifact {child.id[:12]}: its parent with key {parent_key[:12]} is'
+          ' not in the store; copy the parent there, or deposit the chain again')
+    manifest = found
+    if manifest.fields.end < start:
+      raise errors.DamageError(
+          f'artifact {child.id[:12]} starts at {start}, expected at most'
+          f' {manifest.fields.end}, where its parent ends')
+
+
+def _check_model(
+    model: engine.Model, manifest: artifact_lib.Manifest
+) -> None:
+  """Raises IncompatibleError if the artifact is not of this very model."""
+  fields = manifest.fields
+  for factor, theirs, ours in (
+      ('model', fields.model, model.fingerprint),
+      ('tokenizer', fields.tokenizer, model.tokenizer_fingerprint),
+      ('template', fields.template, model.template_fingerprint)):
+    if theirs != ours:
+      raise errors.IncompatibleError(
+          f'artifact {manifest.id[:12]}: {factor} differs, expected'
+          f' {theirs[:16]}, found {ours[:16]} in {model.source}; load the'
+          f' {factor} it was deposited with, or deposit the text again', factor)
+
+
+def _check_class(
+    model: engine.Model, manifest: artifact_lib.Manifest
+) -> None:
+  """Raises ClassMismatchError, naming the first differing factor."""
+  ours = model.numerics_class
+  theirs_hash = manifest.fields.numerics_class
+  report = model.self_test()
+  if numerics.class_fingerprint(ours) != theirs_hash:
+    theirs = manifest.profile.get('class', {})
+    if numerics.class_fingerprint(theirs) == theirs_hash:
+      factor, a, b = numerics.first_difference(theirs, ours) or ('', '', '')
+    else:
+      factor = 'numerics class'
+      a, b = theirs_hash[:16], numerics.class_fingerprint(ours)[:16]
+    raise errors.ClassMismatchError(
+        f'artifact {manifest.id[:12]}: numerics differ in {factor}, expected'
+        f' {a}, found {b}; bits may differ: deposit again here, or pass'
+        ' --on_mismatch=recompute or --on_mismatch=inexact', factor)
+  if not report.exact:
+    failed = ', '.join(
+        n for n in numerics.REQUIRED if not report.invariances.get(n))
+    raise errors.ClassMismatchError(
+        f'the self-test refuted {failed} on this machine, so no bits can be'
+        ' promised; see `kvgraft numerics`, or pass --on_mismatch=inexact',
+        failed)
+
+
+def _check_layout(
+    model: engine.Model, manifest: artifact_lib.Manifest
+) -> None:
+  ours = layouts(model.config, model.profile.dtype)
+  if manifest.layouts != ours:
+    kinds = [k for k in ours if manifest.layouts.get(k) != ours[k]]
+    raise errors.IncompatibleError(
+        f'artifact {manifest.id[:12]}: layout of the {kinds[0]} layers differs,'
+        f' expected {ours[kinds[0]].to_json()}, found'
+        f' {manifest.layouts[kinds[0]].to_json()}; use the same --dtype and'
+        ' model', 'layout')
+
+
+def chain_tokens(
+    store: store_lib.Store, segments: Iterable[Segment]
+) -> list[int]:
+  """Returns the token ids of a chain, checked against their digests."""
+  tokens: list[int] = []
+  for s in segments:
+    first = s.manifest.fields.start
+    ids = store.tokens(s.manifest)
+    tokens += ids[s.start - first:s.stop - first].tolist()
+  return tokens
+
+
+def _sliding_start(
+    segments: list[Segment], length: int, window: int, ring: int
+) -> int:
+  """Returns the first sliding position to restore: a whole block if it can."""
+  visible = max(0, length - window)
+
+  def stored_from(position: int) -> bool:
+    return all(
+        artifact_lib.available(s.manifest)[config_lib.SLIDING][0]
+        <= max(position, s.start) for s in segments if s.stop > position)
+
+  for s in segments:
+    if s.start <= visible < s.stop:
+      block = s.manifest.fields.block
+      aligned = max(visible // block * block, s.start)
+      if length - aligned <= ring and stored_from(aligned):
+        return aligned
+  if stored_from(visible):
+    return visible
+  leaf = segments[-1].manifest
+  least = max(
+      artifact_lib.available(s.manifest)[config_lib.SLIDING][0]
+      for s in segments)
+  raise errors.UsageError(
+      f'length {length}: artifact {leaf.id[:12]} keeps sliding layers from'
+      f' position {least} on (sliding={leaf.fields.sliding}); available are'
+      f' lengths from {least + window} to {leaf.fields.end}')
+
+
+def _aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+  """Returns zeros that the device can take over without a copy (64 bytes)."""
+  n = int(np.prod(shape)) * np.dtype(dtype).itemsize
+  raw = np.zeros(n + 64, np.uint8)
+  offset = -raw.ctypes.data % 64
+  return raw[offset:offset + n].view(dtype).reshape(shape)
+
+
+def _read_cache(
+    model: engine.Model, store: store_lib.Store, segments: list[Segment],
+    length: int, verify: bool,
+) -> tuple[cache_lib.KVCache, int]:
+  """Returns a new cache of [0, length) and the first sliding position."""
+  profile, config = model.profile, model.config
+  window = config.sliding.window or length
+  ring = cache_lib.ring_size(window, profile)
+  first = _sliding_start(segments, length, window, ring)
+  shapes = cache_lib.shapes(config, profile, 1, model.slots_for(length))
+  bits = cache_lib.BITS[profile.dtype]
+  buffers = {kind: (_aligned_zeros(shape, bits), _aligned_zeros(shape, bits))
+             for kind, shape in shapes.items()}
+
+  def read(segment, kind, start, stop, slot):
+    k, v = (side[:, 0, slot:slot + stop - start] for side in buffers[kind])
+    store.read(segment.manifest, kind, start, stop, k, v, verify=verify)
+
+  for s in segments:
+    read(s, config_lib.GLOBAL, s.start, s.stop, s.start)
+    at = max(first, s.start)
+    while at < s.stop:  # The ring's end cuts at most once.
+      slot = at % ring
+      stop = min(s.stop, at + ring - slot)
+      read(s, config_lib.SLIDING, at, stop, profile.chunk + slot)
+      at = stop
+  device = {kind: tuple(map(jax.device_put, pair))
+            for kind, pair in buffers.items()}
+  cache = cache_lib.KVCache(
+      {kind: pair[0] for kind, pair in device.items()},
+      {kind: pair[1] for kind, pair in device.items()},
+      model.programs.fresh_scalars())
+  return cache, first
+
+
+def graft(
+    model: engine.Model, store: store_lib.Store, ref: Ref,
+    length: int | None = None, on_mismatch: str = 'fail', *,
+    record: bool = True, verify: bool = True,
+    progress: engine.Progress | None = None,
+) -> engine.Context:
+  """Builds a new context from an artifact and the artifacts in front of it.
+
+  What follows has the bits that it would have after computing the same tokens
+  here. After any error no cache has changed.
+
+  Args:
+    model: must have the artifact's weights, tokenizer and template.
+    store: where the artifact is.
+    ref: id, unique prefix of it (4 digits or more), key, name, or an Artifact.
+    length: positions to take, [0, length); None for all.
+    on_mismatch: where the numerics class differs: 'fail', 'recompute' the
+      tokens here, or go on 'inexact' (`Context.exact` is then False).
+    record: keep sliding rows that leave the ring, for a later deposit.
+    verify: check every block's digest; only benchmarks turn it off.
+    progress: of a recomputation.
+
+  Raises:
+    NotFoundError: if nothing answers to `ref`.
+    UsageError: if `length` is not available.
+    IncompatibleError: if weights, tokenizer, template or layout differ.
+    ClassMismatchError: if the numerics class differs and `on_mismatch` is
+      'fail'.
+    CapacityError: if the context would not fit the model's capacity.
+    DamageError: if a manifest, a block or tokens are lost or changed.
+  """
+  if on_mismatch not in ON_MISMATCH:
+    raise errors.UsageError(
+        f'on_mismatch: expected one of {", ".join(ON_MISMATCH)}, found'
+        f' {on_mismatch!r}')
+  segments = chain(store, ref, length)
+  length = segments[-1].stop
+  leaf = segments[-1].manifest
+  exact = True
+  for s in segments:
+    _check_model(model, s.manifest)
+    try:
+      _check_class(model, s.manifest)
+    except errors.ClassMismatchError:
+      if on_mismatch == 'recompute':
+        return model.prefill(
+            chain_tokens(store, segments), record=record, progress=progress)
+      if on_mismatch == 'fail':
+        raise
+      exact = False
+    _check_layout(model, s.manifest)
+  tokens = model.check_tokens(chain_tokens(store, segments))
+  cache, first = _read_cache(model, store, segments, length, verify)
+  context = engine.Context(model, record=record)
+  recorder = recorder_lib.Recorder(model.config, model.profile, first)
+  context.restore(tokens, cache, recorder if record else None)
+  context.exact = exact
+  context.parent, context.parent_length = leaf, length
+  return context
+
+
+def deposit(
+    model: engine.Model, store: store_lib.Store,
+    tokens_or_context: Iterable[int] | engine.Context,
+    parent: Ref | None = None, sliding: str = 'full', name: str | None = None,
+    *, parent_length: int | None = None, block: int | None = None,
+    provenance: dict[str, Any] | None = None,
+    progress: engine.Progress | None = None,
+) -> Artifact:
+  """Stores the KV state of tokens, or of a context, as an artifact.
+
+  Args:
+    model: computes what is not there yet.
+    store: where to.
+    tokens_or_context: token ids, to be computed behind `parent`; or a context,
+      whose parent is the artifact it was grafted from.
+    parent: artifact in front of the tokens; only with token ids.
+    sliding: 'full' keeps every sliding block and allows any prefix later;
+      'window' keeps what a continuation at the end can see.
+    name: a name to give the artifact, which no other may have.
+    parent_length: positions of the parent that stand in front; None for all.
+    block: positions of a stored block, a multiple of the page; None for 512.
+    provenance: free strings and integers, kept beside the content.
+    progress: called with (positions done, positions in all).
+
+  Returns:
+    The artifact: what the store already had if the key was deposited before.
+
+  Raises:
+    UsageError: if there are no tokens, a value is not accepted, or the name
+      is taken.
+    IncompatibleError: if the parent is of another model or numerics class.
+    StorageError: if the store cannot be written; nothing is listed then.
+    ConflictError: if the key is in the store with other content.
+  """
+  block = default_block(model.profile) if block is None else block
+  if block < 1 or block % model.profile.page:
+    raise errors.UsageError(
+        f'block: expected a multiple of the page ({model.profile.page}), found'
+        f' {block}')
+  if sliding not in (artifact_lib.FULL, artifact_lib.WINDOW):
+    raise errors.UsageError(
+        f"sliding: expected 'full' or 'window', found {sliding!r}")
+  context, own, start, parent_key = _what(
+      model, store, tokens_or_context, parent, parent_length)
+  fields = artifact_lib.KeyFields(
+      model=model.fingerprint, tokenizer=model.tokenizer_fingerprint,
+      template=model.template_fingerprint,
+      numerics_class=numerics.class_fingerprint(model.numerics_class),
+      parent=parent_key, start=start, end=start + len(own),
+      tokens_sha256=hashing.tokens_sha256(own), block=block, sliding=sliding)
+  existing = store.get(fields.key)
+  if name is not None and existing is None and name in store.names():
+    raise errors.UsageError(
+        f'name {name!r} is taken by artifact {store.names()[name][:12]}; choose'
+        ' another name')
+  if existing is not None:
+    if name is not None:
+      store.set_name(name, existing)
+    return Artifact(existing, name, 0, True)
+  if context is None:
+    if parent is None:
+      context = engine.Context(model)
+    else:
+      context = graft(model, store, parent, parent_length)
+    context.extend(own, progress=progress)
+  before = context.tokens_computed
+  context.compute(progress=progress)
+  last_logits = context.logits_sha256()
+  computed = context.tokens_computed - (
+      before if isinstance(tokens_or_context, engine.Context) else 0)
+  manifest = _write(model, store, fields, context, own, last_logits, provenance)
+  if name is not None:
+    store.set_name(name, manifest)
+  return Artifact(manifest, name, computed, False)
+
+
+def _what(model, store, what, parent, parent_length):
+  """Returns (context or None, own tokens, start, parent key) of a deposit."""
+  if isinstance(what, engine.Context):
+    if parent is not None:
+      raise errors.UsageError(
+          'parent: a context has the parent it was grafted from; pass token ids'
+          ' to choose another')
+    if not what.exact:
+      raise errors.UsageError(
+          'the context was grafted inexactly (another numerics class) and'
+          ' cannot be deposited; graft with on_mismatch=\'recompute\'')
+    start = what.parent_length
+    parent_key = what.parent.key if what.parent is not None else ''
+    own = what.tokens[start:]
+    context = what
+  else:
+    context, start, parent_key = None, 0, ''
+    if parent is not None:
+      segments = chain(store, parent, parent_length)
+      start, leaf = segments[-1].stop, segments[-1].manifest
+      parent_key = leaf.key
+      _check_model(model, leaf)
+      _check_class(model, leaf)
+    own = model.check_tokens(what, start)
+  if not own:
+    raise errors.UsageError(
+        'deposit: expected at least one token'
+        + (' behind the parent' if start else '') + ', found none')
+  return context, own, start, parent_key
+
+
+def _write(model, store, fields, context, own, last_logits, provenance):
+  """Writes every block of [start, end) and publishes the manifest."""
+  made = layouts(model.config, model.profile.dtype)
+  report = model.self_test()
+  outer = {
+      'provenance': provenance or {},
+      'self_test': report.to_json(),
+      'profile': {
+          'class': model.numerics_class,
+          'factors': model.profile.factors(),
+          'programs': dict(model.programs.hlo_sha256),
+      },
+  }
+  with store.create(fields, made, np.asarray(own, np.int32)) as writer:
+    for kind, layout in made.items():
+      first, stop = artifact_lib.stored_range(fields, layout)
+      for index, lo, hi in artifact_lib.blocks_of(first, stop, fields.block):
+        if kind == config_lib.GLOBAL:
+          k, v = recorder_lib.read_global(
+              context.cache, lo, hi, model.profile.page)
+        else:
+          k, v = context.sliding_rows(lo, hi)
+        writer.write_block(kind, index, np.stack([k, v], axis=1))
+    return writer.commit(last_logits_sha256=last_logits, outer=outer)

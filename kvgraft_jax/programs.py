@@ -1,0 +1,167 @@
+"""Compiled programs, one for each fixed shape, and their persistent cache."""
+
+from collections.abc import Callable
+import functools
+import hashlib
+import os
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvgraft_jax import cache as cache_lib
+from kvgraft_jax import config as config_lib
+from kvgraft_jax import model as model_lib
+from kvgraft_jax import numerics
+from kvgraft_jax import paths
+from kvgraft_jax import rope as rope_lib
+
+
+def enable_compilation_cache() -> str | None:
+  """Lets jax keep compiled programs in the user's cache directory.
+
+  The folder is named by the CPU's features and jaxlib's version, because an
+  entry made for another CPU may crash. Does nothing where the importer, or
+  `JAX_COMPILATION_CACHE_DIR`, has chosen a folder already.
+
+  Returns:
+    The folder in use, or None where it cannot be made.
+  """
+  chosen = jax.config.jax_compilation_cache_dir
+  if chosen:
+    return chosen
+  env = numerics.environment()
+  what = '|'.join(f'{k}={v}' for k, v in sorted(env.items()))
+  folder = paths.cache_dir() / 'xla' / (
+      f"{env['jaxlib']}-{env['backend']}-"
+      f'{hashlib.sha256(what.encode()).hexdigest()[:16]}')
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+  except OSError:
+    return None
+  if not os.access(folder, os.W_OK):
+    return None
+  jax.config.update('jax_compilation_cache_dir', str(folder))
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.2)
+  return str(folder)
+
+
+class Programs:
+  """Step and head programs of one (config, profile); compiled when needed.
+
+  Attributes:
+    hlo_sha256: program name -> SHA-256 of its StableHLO without locations.
+  """
+
+  def __init__(
+      self, config: config_lib.ModelConfig, profile: numerics.Profile,
+      params: model_lib.Params,
+  ):
+    self.config = config
+    self.profile = profile
+    self.hlo_sha256: dict[str, str] = {}
+    self._params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    self._scalars = {
+        name: jnp.asarray(x)
+        for name, x in model_lib.scalars(config, profile.dtype).items()}
+    self._compiled: dict[tuple, Any] = {}
+    self._lock = threading.Lock()
+
+  def _compile(self, name: tuple, fun: Callable, args: tuple, donate=()):
+    with self._lock:
+      if name not in self._compiled:
+        lowered = jax.jit(
+            fun, donate_argnums=donate,
+            compiler_options=dict(self.profile.compiler_options),
+        ).lower(*args)
+        text = lowered.as_text().encode()
+        self.hlo_sha256['.'.join(map(str, name))] = hashlib.sha256(
+            text).hexdigest()
+        self._compiled[name] = lowered.compile()
+      return self._compiled[name]
+
+  def step(self, rows: int, batch: int, capacity: int) -> Callable:
+    """Returns the compiled `model.step` for this shape; donates the cache."""
+    name = ('step', rows, batch, capacity)
+    if name in self._compiled:
+      return self._compiled[name]
+    bits = cache_lib.BITS[self.profile.dtype]
+    shapes = {
+        kind: jax.ShapeDtypeStruct(shape, bits)
+        for kind, shape in cache_lib.shapes(
+            self.config, self.profile, batch, capacity).items()}
+    cache = cache_lib.KVCache(
+        dict(shapes), dict(shapes), self.fresh_scalars())
+    rope = {}
+    for kind in config_lib.KINDS:
+      half = self.config.spec(kind).head_dim // 2
+      rope[kind] = (jax.ShapeDtypeStruct((batch * rows, half), np.float32),) * 2
+    fun = functools.partial(
+        model_lib.step, config=self.config, profile=self.profile)
+    return self._compile(
+        name, fun,
+        (self._params, cache, jax.ShapeDtypeStruct((batch, rows), np.int32),
+         jax.ShapeDtypeStruct((batch,), np.int32), rope), donate=(1,))
+
+  def head(self) -> Callable:
+    """Returns the compiled `model.head` for one tile of rows."""
+    name = ('head', self.profile.tile)
+    if name in self._compiled:
+      return self._compiled[name]
+    fun = functools.partial(model_lib.head, config=self.config)
+    rows = jax.ShapeDtypeStruct((self.profile.tile, self.config.width),
+                                np.float32)
+    return self._compile(name, fun, (self._params, rows, self._scalars))
+
+  def empty_cache(self, batch: int, capacity: int) -> cache_lib.KVCache:
+    """Returns a cache of zeros."""
+    return cache_lib.empty(
+        self.config, self.profile, batch=batch, capacity=capacity,
+        scalars=model_lib.scalars(self.config, self.profile.dtype))
+
+  def run_step(
+      self, params: model_lib.Params, cache: cache_lib.KVCache,
+      tokens: np.ndarray, starts: np.ndarray,
+  ) -> tuple[jax.Array, cache_lib.KVCache]:
+    """Runs one step; the bound of the cache is checked here, on the host.
+
+    Args:
+      params: weights.
+      cache: donated.
+      tokens: int32 [B, R], padding included.
+      starts: int32 [B].
+
+    Returns:
+      hidden float32 [B, R, D] and the new cache.
+    """
+    batch, rows = tokens.shape
+    if int(starts.max()) + rows > cache.capacity:
+      raise AssertionError(
+          f'step of {rows} rows at {starts} is past the {cache.capacity} slots')
+    positions = (starts[:, None] + np.arange(rows)).reshape(-1)
+    rope = {kind: rope_lib.rope_rows(positions, self.config.spec(kind))
+            for kind in config_lib.KINDS}
+    program = self.step(rows, batch, cache.capacity)
+    return program(params, cache, jnp.asarray(tokens, np.int32),
+                   jnp.asarray(starts, np.int32), rope)
+
+  def fresh_scalars(self) -> dict[str, jax.Array]:
+    """Returns the scalars of a new cache; a step donates them with it."""
+    return {name: jnp.copy(x) for name, x in self._scalars.items()}
+
+  def run_head(
+      self, params: model_lib.Params, hidden: jax.Array | np.ndarray
+  ) -> np.ndarray:
+    """Returns logits float32 [n, V] of n hidden rows, a tile at a time."""
+    tile = self.profile.tile
+    result = []
+    for at in range(0, hidden.shape[0], tile):
+      rows = np.zeros((tile, self.config.width), np.float32)
+      part = np.asarray(hidden[at:at + tile])
+      rows[:len(part)] = part
+      logits = self.head()(params, rows, self._scalars)
+      result.append(np.asarray(logits)[:len(part)])
+    return np.concatenate(result)
