@@ -20,9 +20,10 @@ from kvgraft_jax.checkpoints import tree
 class Gemma(nn.Module):
   """Gemma text decoder.
 
-  Parameters have the names and shapes of `checkpoints.tree.param_shapes`:
-  matrices [out, in] in the profile's dtype, norm scales float32 and effective
-  (Gemma 3's 1 + w).
+  Parameters are the tree of `checkpoints.tree.param_shapes`, so those of a
+  loaded model fit as they are: `Gemma(model.config, model.profile).apply(
+  {'params': model.params}, ...)`. Matrices are [out, in] in the profile's
+  dtype, norm scales float32 and effective (Gemma 3's 1 + w).
 
   Attributes:
     config: architecture.
@@ -33,14 +34,24 @@ class Gemma(nn.Module):
   profile: numerics.Profile
 
   def setup(self):
-    shapes = tree.flatten(tree.param_shapes(self.config))
+    self.tree = {
+        name: self.param(name, self._init, shapes)
+        for name, shapes in tree.param_shapes(self.config).items()}
+
+  def _init(self, key: jax.Array, shapes: tree.Shapes) -> model.Params:
+    """Returns normal matrices of unit gain and norms that change nothing."""
     made = {}
-    for path, (shape, is_matrix) in shapes.items():
-      dtype = self.profile.dtype if is_matrix else np.float32
-      init = nn.initializers.normal(shape[-1] ** -0.5) if is_matrix else (
-          nn.initializers.ones)
-      made[path] = self.param(path.replace('/', '.'), init, shape, dtype)
-    self.tree = tree.nest(made)
+    for n, (name, leaf) in enumerate(shapes.items()):
+      here = jax.random.fold_in(key, n)
+      if isinstance(leaf, dict):
+        made[name] = self._init(here, leaf)
+        continue
+      shape, is_matrix = leaf
+      made[name] = jnp.ones(shape, np.float32)
+      if is_matrix:
+        made[name] = (jax.random.normal(here, shape, np.float32)
+                      * shape[-1] ** -0.5).astype(self.profile.dtype)
+    return made
 
   def __call__(
       self, tokens: jax.Array, starts: jax.Array, cache: cache_lib.KVCache,

@@ -16,7 +16,7 @@ TIERS = (
     ('errors', 'hashing', 'paths'),
     ('config', 'tokenizer', 'rope', 'numerics'),
     ('cache', 'layers', 'attention'),
-    ('model', 'nn', 'reference', 'sharding', 'checkpoints.*', 'artifact',
+    ('model', 'reference', 'sharding', 'checkpoints.*', 'nn', 'artifact',
      'ledger'),
     ('store', 'sampling', 'programs', 'selftest', 'recorder', 'decode',
      'engine'),
