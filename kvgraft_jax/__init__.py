@@ -8,18 +8,18 @@ from kvgraft_jax import nn as nn
 from kvgraft_jax.config import ModelConfig as ModelConfig
 from kvgraft_jax.decode import Generation as Generation
 from kvgraft_jax.engine import Context as Context
+from kvgraft_jax.engine import load_model as load_model
 from kvgraft_jax.engine import Model as Model
 from kvgraft_jax.engine import Score as Score
-from kvgraft_jax.engine import load_model as load_model
 from kvgraft_jax.errors import KvgraftError as KvgraftError
-from kvgraft_jax.graft import Artifact as Artifact
-from kvgraft_jax.graft import deposit as deposit
-from kvgraft_jax.graft import graft as graft
+from kvgraft_jax.grafting import Artifact as Artifact
+from kvgraft_jax.grafting import deposit as deposit
+from kvgraft_jax.grafting import graft as graft
 from kvgraft_jax.store import Store as Store
-from kvgraft_jax.verify import AuditReport as AuditReport
-from kvgraft_jax.verify import VerifyReport as VerifyReport
-from kvgraft_jax.verify import audit as audit
-from kvgraft_jax.verify import verify as verify
+from kvgraft_jax.verification import audit as audit
+from kvgraft_jax.verification import AuditReport as AuditReport
+from kvgraft_jax.verification import verify as verify
+from kvgraft_jax.verification import VerifyReport as VerifyReport
 
 __version__ = '0.1.0'
 

@@ -37,9 +37,9 @@ _OUTER = ('attempt', 'created', 'profile', 'provenance', 'self_test')
 
 
 class Block(NamedTuple):
-  """Valid positions [start, stop) of block `index`."""
+  """Valid positions [start, stop) of block `number`."""
 
-  index: int
+  number: int
   start: int
   stop: int
 
@@ -245,7 +245,7 @@ def geometry(fields: KeyFields, layout: KindLayout) -> Geometry:
   blocks = tuple(blocks_of(start, end, block))
   if len(blocks) == 1:
     return Geometry(blocks, start, end - start, end - start, end - start)
-  origin = blocks[0].index * block
+  origin = blocks[0].number * block
   inner = _INNER_ROWS if block % _INNER_ROWS == 0 else block
   return Geometry(blocks, origin, end - origin, block, inner)
 
@@ -499,7 +499,7 @@ def first_difference(ours: Manifest, theirs: Manifest) -> str:
       for i, (x, y) in enumerate(zip(a, b)):
         if x != y:
           return (f'{kind} layer {layout.layers[i // 2]} {PARTS[i % 2]} block'
-                  f' {block.index} (positions {block.start} to'
+                  f' {block.number} (positions {block.start} to'
                   f' {block.stop - 1})')
   if ours.last_logits_sha256 != theirs.last_logits_sha256:
     return 'the last logits'

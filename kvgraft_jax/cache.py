@@ -4,8 +4,8 @@ K and V are held as unsigned integers, not floats: XLA:CPU turns an update of
 a bfloat16 array into a conversion of the whole array to float32 and back.
 
 Global layers: slot = position. Sliding layers: a ring of whole pages, slot =
-position mod ring, between two margins that are never read. What a slot holds is decided by positions alone; the mask
-never looks at slots.
+position mod ring, between two margins that are never read. What a slot holds
+is decided by positions alone; the mask never looks at slots.
 """
 
 from collections.abc import Mapping
@@ -39,6 +39,7 @@ class KVCache:
 
   @property
   def batch(self) -> int:
+    """Number of sequences."""
     return self.k[config_lib.GLOBAL].shape[1]
 
   @property
@@ -48,6 +49,7 @@ class KVCache:
 
   @property
   def nbytes(self) -> int:
+    """Bytes of K and V on the device."""
     return sum(a.nbytes for d in (self.k, self.v) for a in d.values())
 
 
@@ -74,7 +76,7 @@ def shapes(
   S_kind of a sliding kind is margin + ring + margin: the margins, `chunk`
   slots each, take what a step writes past either end of the ring.
   """
-  result = {}
+  result: dict[str, tuple[int, ...]] = {}
   for kind in config_lib.KINDS:
     spec = config.spec(kind)
     slots = round_up(capacity, profile.page)

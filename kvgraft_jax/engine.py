@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvgraft_jax import artifact as artifact_lib
 from kvgraft_jax import cache as cache_lib
 from kvgraft_jax import config as config_lib
 from kvgraft_jax import decode
@@ -168,7 +169,7 @@ class Context:
     self.tokens_restored = 0
     self.tokens_computed = 0
     self.exact = True
-    self.parent = None
+    self.parent: artifact_lib.Manifest | None = None
     self.parent_length = 0
     self._done = 0
     self._cache: cache_lib.KVCache | None = None
@@ -438,9 +439,9 @@ def grow(cache: cache_lib.KVCache, slots: int) -> cache_lib.KVCache:
     more = slots - array.shape[2]
     return jnp.pad(array, ((0, 0), (0, 0), (0, more), (0, 0), (0, 0)))
 
-  return cache.replace(
-      k=cache.k | {kind: pad(cache.k[kind])},
-      v=cache.v | {kind: pad(cache.v[kind])})
+  return cache_lib.KVCache(
+      cache.k | {kind: pad(cache.k[kind])},
+      cache.v | {kind: pad(cache.v[kind])}, cache.scalars)
 
 
 def load_model(

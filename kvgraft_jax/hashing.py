@@ -4,7 +4,8 @@ SHA-256 names things; BLAKE3 checks blocks on read. Changing anything here
 changes every key and id, so the forms are part of the artifact format.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from collections.abc import Mapping
 import hashlib
 import json
 from typing import Any
@@ -47,7 +48,9 @@ def _check_canonical(value: Any, path: str) -> None:
   )
 
 
-def _frame(tag: str, parts: Iterable[bytes | memoryview]) -> Iterable[bytes]:
+def _frame(
+    tag: str, parts: Iterable[bytes | memoryview]
+) -> Iterable[bytes | memoryview]:
   """Yields tag and parts, each behind its length, so no two inputs collide."""
   head = tag.encode('utf-8')
   yield len(head).to_bytes(8, 'little')

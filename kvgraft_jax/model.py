@@ -73,7 +73,8 @@ def qkv_rows(layer: Params, x, rope, kind: str, config, s):
       for name, heads in (('query_norm', n), ('key_norm', k))])
   qk = layers.rms_norm(qkv[:, :n + k], scale, s[f'inv_head_{kind}'], s['eps'],
                        one)
-  qk = layers.rotary(qk, *rope[kind], one)
+  cos, sin = rope[kind]
+  qk = layers.rotary(qk, cos, sin, one)
   return qk[:, :n] * s['query_scale'], qk[:, n:], qkv[:, n + k:]
 
 

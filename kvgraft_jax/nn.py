@@ -4,6 +4,8 @@ No hidden state: the cache is passed in and returned. `nnx.bridge.ToNNX` wraps
 the module for NNX users.
 """
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -34,13 +36,14 @@ class Gemma(nn.Module):
   profile: numerics.Profile
 
   def setup(self):
+    """Declares the parameters."""
     self.tree = {
         name: self.param(name, self._init, shapes)
         for name, shapes in tree.param_shapes(self.config).items()}
 
   def _init(self, key: jax.Array, shapes: tree.Shapes) -> model.Params:
     """Returns normal matrices of unit gain and norms that change nothing."""
-    made = {}
+    made: dict[str, Any] = {}
     for n, (name, leaf) in enumerate(shapes.items()):
       here = jax.random.fold_in(key, n)
       if isinstance(leaf, dict):
@@ -74,7 +77,8 @@ class Gemma(nn.Module):
   def rope(self, starts: np.ndarray, rows: int) -> model.Rope:
     """Returns the rotary rows of positions starts.. for `__call__`."""
     positions = (np.asarray(starts)[:, None] + np.arange(rows)).reshape(-1)
-    return {
-        kind: tuple(map(jnp.asarray, rope_lib.rope_rows(
-            positions, self.config.spec(kind))))
-        for kind in config_lib.KINDS}
+    result = {}
+    for kind in config_lib.KINDS:
+      cos, sin = rope_lib.rope_rows(positions, self.config.spec(kind))
+      result[kind] = (jnp.asarray(cos), jnp.asarray(sin))
+    return result

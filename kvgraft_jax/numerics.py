@@ -90,6 +90,7 @@ class Profile:
 
   @property
   def fingerprint(self) -> str:
+    """Hex SHA-256 over every factor."""
     return hashing.json_sha256('kvgraft.profile', self.factors())
 
 

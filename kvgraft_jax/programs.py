@@ -29,7 +29,7 @@ def enable_compilation_cache() -> str | None:
   Returns:
     The folder in use, or None where it cannot be made.
   """
-  chosen = jax.config.jax_compilation_cache_dir
+  chosen = getattr(jax.config, 'jax_compilation_cache_dir', None)
   if chosen:
     return chosen
   env = numerics.environment()
@@ -89,7 +89,7 @@ class Programs:
     if name in self._compiled:
       return self._compiled[name]
     bits = cache_lib.BITS[self.profile.dtype]
-    shapes = {
+    shapes: dict[str, Any] = {
         kind: jax.ShapeDtypeStruct(shape, bits)
         for kind, shape in cache_lib.shapes(
             self.config, self.profile, batch, capacity).items()}

@@ -23,9 +23,9 @@ def read_global(
     cache: cache_lib.KVCache, start: int, stop: int, page: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns K and V of the global layers at [start, stop), [L, n, K, H]."""
-  return tuple(
-      _pages(array, start, stop, page, margin=0)
-      for array in (cache.k[config_lib.GLOBAL], cache.v[config_lib.GLOBAL]))
+  kind = config_lib.GLOBAL
+  return (_pages(cache.k[kind], start, stop, page, margin=0),
+          _pages(cache.v[kind], start, stop, page, margin=0))
 
 
 def _pages(array, start, stop, page, margin) -> np.ndarray:
@@ -79,9 +79,9 @@ class Recorder:
     if done <= self._stop:
       return
     kind = config_lib.SLIDING
-    self._parts.append(tuple(
-        _pages(side[kind], self._stop, done, self._page, self._margin)
-        for side in (cache.k, cache.v)))
+    k, v = (_pages(side[kind], self._stop, done, self._page, self._margin)
+            for side in (cache.k, cache.v))
+    self._parts.append((k, v))
     self._stop = done
 
   def rows(
@@ -100,8 +100,8 @@ class Recorder:
           " sliding='window'")
     self._record(cache, done)
     if len(self._parts) > 1:
-      self._parts = [tuple(np.concatenate(side, axis=1)
-                           for side in zip(*self._parts))]
+      self._parts = [(np.concatenate([k for k, _ in self._parts], axis=1),
+                      np.concatenate([v for _, v in self._parts], axis=1))]
     k, v = self._parts[0]
     return (k[:, start - self.base:stop - self.base],
             v[:, start - self.base:stop - self.base])

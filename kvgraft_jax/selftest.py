@@ -95,7 +95,9 @@ class _Bench:
     self.config, self.params = _two_layers(config, params)
     self.programs = programs_lib.Programs(self.config, profile, self.params)
     self.chunk = profile.chunk
-    total = profile.chunk + profile.chunk // 2 + 3
+    # Past the window and past a chunk, and no multiple of anything.
+    window = config.sliding.window or 0
+    total = max(profile.chunk, window) + profile.chunk // 2 + 3
     rng = np.random.Generator(np.random.PCG64(20260714))
     self.tokens = rng.integers(
         5, config.vocab_size, size=total, dtype=np.int64).astype(np.int32)
@@ -119,7 +121,7 @@ class _Bench:
     sha = hashlib.sha256(hidden.tobytes())
     for kind in config_lib.KINDS:
       window = self.config.spec(kind).window
-      positions = np.arange(0 if window is None else total - window, total)
+      positions = np.arange(max(0, total - (window or total)), total)
       margin = 0 if window is None else self.chunk
       for side in (cache.k, cache.v):
         array = np.asarray(side[kind])[:, b]
@@ -141,10 +143,10 @@ class _Bench:
       for b, v in enumerate(valid):
         step[b, :v] = self.tokens[done[b]:done[b] + v]
       out, cache = self.programs.run_step(self.params, cache, step, done)
-      out = np.asarray(out)
+      rows = np.asarray(out)
       for b, v in enumerate(valid):
         want = base_hidden[done[b]:done[b] + v]
-        if v and out[b, :v].tobytes() != want.tobytes():
+        if v and rows[b, :v].tobytes() != want.tobytes():
           return False
       done = done + np.asarray(valid, np.int32)
     return True
@@ -178,6 +180,8 @@ def run(
   bench = _Bench(config, profile, params)
   total, chunk, tile = len(bench.tokens), profile.chunk, profile.tile
   capacity = 4 * chunk
+  while capacity < total + chunk:
+    capacity *= 2
   ladder = row_ladder(profile)
   shifted = [(chunk, chunk // 3), *_even(chunk, total - chunk // 3)]
   cases: dict[str, tuple[Schedule, int, int]] = {
@@ -190,7 +194,7 @@ def run(
       'capacity': (_even(chunk, total), 2 * capacity, 0),
   }
   digests: dict[str, str] = {}
-  base_hidden = None
+  base_hidden = np.zeros((0, config.width), np.float32)
   for number, (name, (schedule, slots, pad)) in enumerate(cases.items()):
     if progress:
       progress(name, number, len(cases) + 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent import futures
 import contextlib
 import datetime
@@ -202,16 +203,15 @@ class Store:
       raise self._not_found(ref)
     return found[0]
 
-  def list(self) -> list[artifact.Manifest]:
+  def list(self) -> Sequence[artifact.Manifest]:
     """Returns every complete artifact, oldest first."""
     found = [m for m in self._examine() if isinstance(m, artifact.Manifest)]
     return sorted(found, key=lambda m: (m.created, m.key))
 
-  def list_damaged(self) -> list[str]:
+  def list_damaged(self) -> Sequence[str]:
     """Returns one line for each manifest or name that cannot be used."""
-    lines = [str(m) for m in self._examine() if isinstance(m, Exception)]
-    return lines + [str(v) for v in self._read_names().values()
-                    if isinstance(v, Exception)]
+    found = [*self._examine(), *self._read_names().values()]
+    return [str(v) for v in found if isinstance(v, Exception)]
 
   def names(self) -> dict[str, str]:
     """Returns name -> artifact id, without damaged names."""
@@ -366,7 +366,7 @@ class Store:
         name, data, if_equal=found.stamp.generation), doing)
     return stamp.generation != b''
 
-  def _list(self, prefix: str) -> list[str]:
+  def _list(self, prefix: str) -> Sequence[str]:
     keys = _wait(self._kv.list(_keys_below(prefix)),
                  f'listing {self.where(prefix)}')
     return sorted(k.decode('utf-8', 'replace') for k in keys)
@@ -394,8 +394,8 @@ class Store:
       if result.state == 'value':
         yield key, result.value
 
-  def _examine(self) -> list[artifact.Manifest | Exception]:
-    found: list[artifact.Manifest | Exception] = []
+  def _examine(self) -> Sequence[artifact.Manifest | Exception]:
+    found: Any = []
     for key, data in self._manifests(found.append):
       try:
         found.append(self._parse(key, data))
@@ -582,8 +582,9 @@ class _Read:
     path = self._store.where(
         f'a/{self._manifest.key}/{self._manifest.attempt}/{self._kind}/'
         f'c.0.0.{self._number}.0.0')
+    part = artifact.PARTS[self._part]
     return (f'artifact {self._manifest.id[:12]} {self._kind} layer {layer}'
-            f' {artifact.PARTS[self._part]} block {self._block.index} ({path})')
+            f' {part} block {self._block.number} ({path})')
 
 
 def _run(reads: list[_Read], array: ts.TensorStore, verify: bool) -> int:
@@ -592,7 +593,7 @@ def _run(reads: list[_Read], array: ts.TensorStore, verify: bool) -> int:
   All reads are started at once: one at a time costs three times as much.
   """
   checks = []
-  failed = None
+  failed: BaseException | None = None
   for read in reads:
     read.start(array)
   for read in reads:
@@ -672,11 +673,11 @@ class Writer:
     if kind not in self._layouts:
       raise errors.UsageError(f'the artifact has no {kind!r:.80} layers')
     layout, shape = self._layouts[kind], self._shapes[kind]
-    number = block_index - shape.blocks[0].index
+    number = block_index - shape.blocks[0].number
     if not 0 <= number < len(shape.blocks):
       raise errors.UsageError(
-          f'{kind} block is {block_index}, expected {shape.blocks[0].index} to'
-          f' {shape.blocks[-1].index}')
+          f'{kind} block is {block_index}, expected {shape.blocks[0].number} to'
+          f' {shape.blocks[-1].number}')
     if number in self._digests[kind]:
       raise errors.UsageError(f'{kind} block {block_index} is already written')
     _, start, stop = shape.blocks[number]
@@ -723,7 +724,7 @@ class Writer:
     for kind, shape in self._shapes.items():
       for number, block in enumerate(shape.blocks):
         if number not in self._digests[kind]:
-          raise errors.UsageError(f'{kind} block {block.index} is not written')
+          raise errors.UsageError(f'{kind} block {block.number} is not written')
     unknown = set(outer) - {'created', 'provenance', 'self_test', 'profile'}
     if unknown:
       raise errors.UsageError(f'outer section has unknown {sorted(unknown)}')

@@ -82,7 +82,7 @@ def test_any_range_into_part_of_a_larger_cache(store, start, end):
         assert cache.tobytes() == expected.tobytes()
         blocks = artifact.blocks_of(lo, hi, 32)
         read = sum(
-            min(b.index * 32 + 32, end) - max(b.index * 32, start)
+            min(b.number * 32 + 32, end) - max(b.number * 32, start)
             for b in blocks) if verify else hi - lo
         assert n == read * 2 * len(layout.layers) * 2 * 16 * 2
 

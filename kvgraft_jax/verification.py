@@ -12,7 +12,7 @@ from kvgraft_jax import artifact as artifact_lib
 from kvgraft_jax import config as config_lib
 from kvgraft_jax import engine
 from kvgraft_jax import errors
-from kvgraft_jax import graft as graft_lib
+from kvgraft_jax import grafting
 from kvgraft_jax import hashing
 from kvgraft_jax import recorder as recorder_lib
 from kvgraft_jax import sampling
@@ -54,6 +54,7 @@ class VerifyReport:
 
   @property
   def ok(self) -> bool:
+    """Whether everything agreed."""
     return (
         self.sha256_equal == self.argmax_agree == self.continuations
         and self.max_kl == 0.0 and self.end_to_end_equal
@@ -83,7 +84,7 @@ def continuations(
 
 
 def verify(
-    model: engine.Model, store: store_lib.Store, ref: graft_lib.Ref, *,
+    model: engine.Model, store: store_lib.Store, ref: grafting.Ref, *,
     n_continuations: int = 50, length: int | None = None,
     on_mismatch: str = 'fail',
     progress: Callable[[int, int], None] | None = None,
@@ -114,7 +115,7 @@ def verify(
         "on_mismatch: verify compares a graft, so expected 'fail' or 'inexact',"
         " found 'recompute'")
   def grafted():
-    return graft_lib.graft(model, store, ref, length, on_mismatch)
+    return grafting.graft(model, store, ref, length, on_mismatch)
 
   first = grafted()
   tokens = list(first.tokens)
@@ -181,6 +182,7 @@ class AuditReport:
 
   @property
   def ok(self) -> bool:
+    """Whether everything agreed."""
     return (self.blocks_checked == self.blocks_equal
             and self.last_logits_equal is not False)
 
@@ -209,7 +211,7 @@ def choose_blocks(
 
 
 def audit(
-    model: engine.Model, store: store_lib.Store, ref: graft_lib.Ref, *,
+    model: engine.Model, store: store_lib.Store, ref: grafting.Ref, *,
     blocks: str | int = 'all',
     progress: Callable[[int, int], None] | None = None,
 ) -> AuditReport:
@@ -228,7 +230,7 @@ def audit(
   Raises:
     KvgraftError: as `graft` does.
   """
-  manifest = graft_lib.manifest_of(store, ref)
+  manifest = grafting.manifest_of(store, ref)
   chosen = choose_blocks(manifest, blocks)
   stored = artifact_lib.available(manifest)
   own = store.tokens(manifest)
@@ -236,7 +238,7 @@ def audit(
   differing, last_equal = [], None
   for number, block in enumerate(chosen):
     try:
-      context = (graft_lib.graft(model, store, manifest, block.start)
+      context = (grafting.graft(model, store, manifest, block.start)
                  if block.start else engine.Context(model))
     except errors.UsageError as e:
       if isinstance(e, errors.IncompatibleError):
@@ -251,7 +253,7 @@ def audit(
     for kind, layout in manifest.layouts.items():
       geometry = manifest.geometries[kind]
       for i, part in enumerate(geometry.blocks):
-        if part.index != block.index:
+        if part.number != block.number:
           continue
         k, v = (recorder_lib.read_global(
             context.cache, part.start, part.stop, model.profile.page)
@@ -267,7 +269,7 @@ def audit(
             zip(digests, manifest.digests[kind][i])) if a != b]
         if wrong:
           differing.append(
-              f'{kind} block {part.index}, positions {part.start} to'
+              f'{kind} block {part.number}, positions {part.start} to'
               f' {part.stop - 1}: layer {layout.layers[wrong[0] // 2]} and'
               f' {len(wrong) - 1} more parts differ')
         else:

@@ -50,10 +50,12 @@ class Artifact:
 
   @property
   def id(self) -> str:
+    """Hex SHA-256 of the content."""
     return self.manifest.id
 
   @property
   def key(self) -> str:
+    """Hex SHA-256 that was known before computing."""
     return self.manifest.key
 
   @property
@@ -129,7 +131,7 @@ def chain(
     if found is None:
       raise errors.DamageError(
           f'artifact {child.id[:12]}: its parent with key {parent_key[:12]} is'
-          ' not in the store; copy the parent there, or deposit the chain again')
+          ' not in the store; copy it there, or deposit the chain again')
     manifest = found
     if manifest.fields.end < start:
       raise errors.DamageError(
