@@ -4,22 +4,26 @@ In data-flow order: a model, a context computed from nothing, an artifact in a
 store, a context grafted from it, and the checks that both are the same.
 """
 
-from kvgraft_jax import nn as nn
-from kvgraft_jax.config import ModelConfig as ModelConfig
-from kvgraft_jax.decode import Generation as Generation
-from kvgraft_jax.engine import Context as Context
-from kvgraft_jax.engine import load_model as load_model
-from kvgraft_jax.engine import Model as Model
-from kvgraft_jax.engine import Score as Score
-from kvgraft_jax.errors import KvgraftError as KvgraftError
-from kvgraft_jax.grafting import Artifact as Artifact
-from kvgraft_jax.grafting import deposit as deposit
-from kvgraft_jax.grafting import graft as graft
-from kvgraft_jax.store import Store as Store
-from kvgraft_jax.verification import audit as audit
-from kvgraft_jax.verification import AuditReport as AuditReport
-from kvgraft_jax.verification import verify as verify
-from kvgraft_jax.verification import VerifyReport as VerifyReport
+import importlib
+import typing
+
+if typing.TYPE_CHECKING:
+  from kvgraft_jax import nn as nn
+  from kvgraft_jax.config import ModelConfig as ModelConfig
+  from kvgraft_jax.decode import Generation as Generation
+  from kvgraft_jax.engine import Context as Context
+  from kvgraft_jax.engine import load_model as load_model
+  from kvgraft_jax.engine import Model as Model
+  from kvgraft_jax.engine import Score as Score
+  from kvgraft_jax.errors import KvgraftError as KvgraftError
+  from kvgraft_jax.grafting import Artifact as Artifact
+  from kvgraft_jax.grafting import deposit as deposit
+  from kvgraft_jax.grafting import graft as graft
+  from kvgraft_jax.store import Store as Store
+  from kvgraft_jax.verification import audit as audit
+  from kvgraft_jax.verification import AuditReport as AuditReport
+  from kvgraft_jax.verification import verify as verify
+  from kvgraft_jax.verification import VerifyReport as VerifyReport
 
 __version__ = '0.1.0'
 
@@ -28,3 +32,38 @@ __all__ = [
     'Model', 'ModelConfig', 'Score', 'Store', 'VerifyReport', 'audit',
     'deposit', 'graft', 'load_model', 'nn', 'verify',
 ]
+
+# Public name -> its module, imported with the first use of the name: what
+# needs no model must not wait for jax.
+_HOMES = {
+    'Artifact': 'grafting',
+    'audit': 'verification',
+    'AuditReport': 'verification',
+    'Context': 'engine',
+    'deposit': 'grafting',
+    'Generation': 'decode',
+    'graft': 'grafting',
+    'KvgraftError': 'errors',
+    'load_model': 'engine',
+    'Model': 'engine',
+    'ModelConfig': 'config',
+    'Score': 'engine',
+    'Store': 'store',
+    'verify': 'verification',
+    'VerifyReport': 'verification',
+    'nn': '',
+}
+
+
+if not typing.TYPE_CHECKING:  # Else no misspelt name would be an error.
+
+  def __getattr__(name):
+    if name not in _HOMES:
+      raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    home = _HOMES[name]
+    module = importlib.import_module(f'{__name__}.{home or name}')
+    value = globals()[name] = getattr(module, name) if home else module
+    return value
+
+  def __dir__():
+    return sorted({*globals(), *__all__})

@@ -118,9 +118,11 @@ class Model:
       UsageError: if there is no token or an id is not one of the model's.
       CapacityError: if they are more than the model's context.
     """
-    context = Context(self, record=record)
-    context.extend(tokens, progress=progress)
-    return context
+    tokens = list(tokens)
+    if not tokens:
+      raise errors.UsageError(
+          'prefill: expected at least one token, found none')
+    return Context(self, record=record).extend(tokens, progress=progress)
 
   def check_tokens(self, tokens: Iterable[int], have: int = 0) -> list[int]:
     """Returns `tokens` as ints, or raises what is wrong with them."""
@@ -141,6 +143,29 @@ class Model:
           ' shorten the text or raise the capacity (the context of'
           f' {self.config.name} is {self.config.max_context})')
     return result
+
+  def rows_for(self, left: int) -> int:
+    """Returns the rows of the next step when `left` positions are to run."""
+    profile = self.profile
+    if left <= max(profile.tile, TILES_BELOW * profile.chunk):
+      return profile.tile
+    return profile.chunk
+
+  def warm_up(self, length: int, new: int) -> None:
+    """Compiles what computing the last `new` of `length` positions runs.
+
+    One tile and one head are run, so that the weights are in memory too.
+    """
+    slots, left = self.slots_for(length), new
+    while left > 0:
+      rows = self.rows_for(left)
+      self.programs.step(rows, 1, slots)
+      left -= rows
+    cache = self.programs.empty_cache(1, slots)
+    hidden, _ = self.programs.run_step(
+        self.params, cache, np.zeros((1, self.profile.tile), np.int32),
+        np.zeros(1, np.int32))
+    self.programs.run_head(self.params, hidden[0])
 
   def slots_for(self, positions: int) -> int:
     """Returns the cache capacity for `positions`: few sizes, few compiles."""
@@ -226,13 +251,8 @@ class Context:
     while self._done < total:
       self._step(total)
       if progress:
+        jax.block_until_ready(self._last)
         progress(self._done, total)
-
-  def _rows(self, left: int) -> int:
-    profile = self.model.profile
-    if left <= max(profile.tile, TILES_BELOW * profile.chunk):
-      return profile.tile
-    return profile.chunk
 
   def _prepare(self, rows: int, total: int) -> None:
     """Makes room for a step of `rows` rows, padding included."""
@@ -251,7 +271,7 @@ class Context:
   def _step(self, total: int) -> tuple[jax.Array, int]:
     """Runs the next rows; returns their hidden rows [R, D] and how many."""
     at, left = self._done, total - self._done
-    rows = self._rows(left)
+    rows = self.model.rows_for(left)
     self._prepare(rows, total)
     valid = min(rows, left)
     step = np.zeros((1, rows), np.int32)

@@ -195,6 +195,13 @@ def _check_layout(
         ' model', 'layout')
 
 
+def check(model: engine.Model, manifest: artifact_lib.Manifest) -> None:
+  """Raises IncompatibleError unless bits of both may be compared."""
+  _check_model(model, manifest)
+  _check_class(model, manifest)
+  _check_layout(model, manifest)
+
+
 def chain_tokens(
     store: store_lib.Store, segments: Iterable[Segment]
 ) -> list[int]:
@@ -324,8 +331,8 @@ def graft(
       _check_class(model, s.manifest)
     except errors.ClassMismatchError:
       if on_mismatch == 'recompute':
-        return model.prefill(
-            chain_tokens(store, segments), record=record, progress=progress)
+        return recompute(model, store, leaf, length, record=record,
+                         progress=progress)
       if on_mismatch == 'fail':
         raise
       exact = False
@@ -338,6 +345,31 @@ def graft(
   context.exact = exact
   context.parent, context.parent_length = leaf, length
   return context
+
+
+def recompute(
+    model: engine.Model, store: store_lib.Store, ref: Ref,
+    length: int | None = None, *, record: bool = True,
+    progress: engine.Progress | None = None,
+) -> engine.Context:
+  """Computes an artifact's tokens here, from nothing: what a graft equals.
+
+  Args:
+    model: must have the artifact's weights, tokenizer and template.
+    store: where the artifact is; only its token ids are read.
+    ref: as in `graft`.
+    length: positions to take, [0, length); None for all.
+    record: as in `graft`.
+    progress: called with (positions done, positions in all).
+
+  Raises:
+    KvgraftError: as `graft` does.
+  """
+  segments = chain(store, ref, length)
+  for s in segments:
+    _check_model(model, s.manifest)
+  return model.prefill(
+      chain_tokens(store, segments), record=record, progress=progress)
 
 
 def deposit(
@@ -382,6 +414,8 @@ def deposit(
   if sliding not in (artifact_lib.FULL, artifact_lib.WINDOW):
     raise errors.UsageError(
         f"sliding: expected 'full' or 'window', found {sliding!r}")
+  if name is not None:
+    store_lib.check_name(name)
   context, own, start, parent_key = _what(
       model, store, tokens_or_context, parent, parent_length)
   fields = artifact_lib.KeyFields(

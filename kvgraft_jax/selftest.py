@@ -220,6 +220,16 @@ def run(
   return Report(VERSION, total, found, digests, time.monotonic() - began)
 
 
+def base_digest(
+    config: config_lib.ModelConfig, profile: numerics.Profile,
+    params: model_lib.Params,
+) -> str:
+  """Returns the digest of the case that every other one is compared with."""
+  bench = _Bench(config, profile, params)
+  chunk = profile.chunk
+  return bench.digest(*bench.run(_even(chunk, len(bench.tokens)), 4 * chunk))
+
+
 def load_or_run(
     config: config_lib.ModelConfig, profile: numerics.Profile,
     params: model_lib.Params, progress=None,

@@ -228,10 +228,7 @@ class Store:
     Raises:
       UsageError: if the name cannot be used or names another artifact.
     """
-    _check_reference(name)
-    if _PREFIX.fullmatch(name):
-      raise errors.UsageError(
-          f'name {name!r} could be mistaken for an id; add a letter beyond f')
+    check_name(name)
     manifest = ref if isinstance(ref, artifact.Manifest) else self.find(ref)
     data = artifact.sign(hashing.canonical_json({
         'format': artifact.FORMAT, 'id': manifest.id, 'key': manifest.key,
@@ -505,6 +502,14 @@ def _check_reference(ref: Any) -> None:
         f'{ref!r:.80} is no reference: expected an id, 4 or more of its first'
         ' digits, a key, or a name of letters, digits, ".", "_" and "-" (at'
         ' most 128)')
+
+
+def check_name(name: Any) -> None:
+  """Raises UsageError unless `name` can name an artifact."""
+  _check_reference(name)
+  if _PREFIX.fullmatch(name):
+    raise errors.UsageError(
+        f'name {name!r} could be mistaken for an id; add a letter beyond f')
 
 
 def _keys_below(prefix: str) -> ts.KvStore.KeyRange:

@@ -231,6 +231,7 @@ def audit(
     KvgraftError: as `graft` does.
   """
   manifest = grafting.manifest_of(store, ref)
+  grafting.check(model, manifest)
   chosen = choose_blocks(manifest, blocks)
   stored = artifact_lib.available(manifest)
   own = store.tokens(manifest)
@@ -259,6 +260,10 @@ def audit(
             context.cache, part.start, part.stop, model.profile.page)
                 if kind == config_lib.GLOBAL
                 else context.sliding_rows(part.start, part.stop))
+        # Raises if what is stored is not what was deposited: no later block
+        # may have read it.
+        store.read(manifest, kind, part.start, part.stop,
+                   np.empty_like(k), np.empty_like(v))
         digests = [
             artifact_lib.block_digest(
                 kind, layer, name, part.start, part.stop, side[row])

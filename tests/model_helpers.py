@@ -3,6 +3,8 @@
 Models are kept for the whole process, so that a program is compiled once.
 """
 
+import copy
+import dataclasses
 import functools
 import hashlib
 
@@ -10,6 +12,7 @@ import numpy as np
 
 from kvgraft_jax import config as config_lib
 from kvgraft_jax import engine
+from kvgraft_jax import programs as programs_lib
 
 DTYPES = ('bfloat16', 'float32')
 WINDOW = config_lib.TINY.sliding.window
@@ -20,20 +23,33 @@ def tiny(
     dtype: str = 'bfloat16', seed: int = 0, chunk: int = 32, tile: int = 4,
     page: int = 16, capacity: int | None = None,
 ) -> engine.Model:
-  """Returns tiny:SEED."""
+  """Returns tiny:SEED; its self-test runs when a class is needed."""
   return engine.load_model(
       f'tiny:{seed}', dtype=dtype, chunk=chunk, tile=tile, page=page,
-      capacity=capacity)
+      capacity=capacity, self_test=False)
 
 
 @functools.cache
-def real(
-    dtype: str = 'bfloat16', chunk: int | None = None, tile: int | None = None,
-    capacity: int | None = None,
-) -> engine.Model:
-  """Returns the real Gemma 3 270M."""
-  return engine.load_model(
-      'gemma3-270m', dtype=dtype, chunk=chunk, tile=tile, capacity=capacity)
+def exact(dtype: str = 'bfloat16') -> engine.Model:
+  """Returns tiny:0 with the smallest tile that its self-test proves."""
+  model = tiny(dtype)
+  return model if model.self_test().exact else tiny(dtype, tile=32)
+
+
+@functools.cache
+def variant(model: engine.Model, **changes) -> engine.Model:
+  """Returns a model of the same weights and report under another profile."""
+  other = copy.copy(model)
+  other.profile = dataclasses.replace(model.profile, **changes)
+  other.programs = programs_lib.Programs(
+      model.config, other.profile, model.params)
+  return other
+
+
+@functools.cache
+def real(dtype: str = 'bfloat16') -> engine.Model:
+  """Returns the real Gemma 3 270M with the default profile."""
+  return engine.load_model('gemma3-270m', dtype=dtype)
 
 
 def tokens(count: int, seed: int = 0, vocab: int = 320) -> list[int]:

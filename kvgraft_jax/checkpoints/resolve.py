@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import dataclasses
+import logging
 import os
 from typing import Any
 
@@ -19,6 +20,7 @@ _ACCEPTED = (
     " 'random:PRESET:SEED'"
 )
 _NONE = 'none'
+_LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,9 +133,11 @@ def _embedded() -> tuple[Sequence[os.PathLike[str]], str]:
 def _from_gguf(
     files: Sequence[str | os.PathLike[str]], content: str, spec: str, dtype: str
 ) -> Checkpoint:
-  entry = native.load_or_convert(
-      content, dtype, lambda: gguf_gemma.GemmaGguf(gguf.GgufFile(files))
-  )
+  def open_source() -> gguf_gemma.GemmaGguf:
+    _LOG.info('converting %s to %s, once; this takes a minute', spec, dtype)
+    return gguf_gemma.GemmaGguf(gguf.GgufFile(files))
+
+  entry = native.load_or_convert(content, dtype, open_source)
   return Checkpoint(
       config=entry.config,
       params=entry.params,

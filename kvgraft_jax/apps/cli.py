@@ -1,0 +1,121 @@
+"""Runs one command: flags in; text, one JSON line and an exit code out.
+
+A command is a module of this package with `EXAMPLE`, `define(flag_values)` and
+`run(flag_values)`, which returns (exit code, JSON object).
+"""
+
+from collections.abc import Sequence
+import importlib
+import json
+import os
+import sys
+import textwrap
+import traceback
+from typing import Any
+
+from absl import flags as absl_flags
+
+from kvgraft_jax import errors
+from kvgraft_jax.apps import flags
+
+_HELP = ('-h', '-help', '--help', '--helpshort', '--helpfull')
+
+
+def start(name: str) -> None:
+  """Runs a command with this process's arguments, then exits."""
+  sys.exit(execute(name, sys.argv[1:]))
+
+
+def show(text: str) -> int:
+  """Writes a text to stdout; returns the exit code."""
+  try:
+    _write(text)
+  except BrokenPipeError:
+    _silence_stdout()  # Nobody reads any more; nothing to say.
+    return 1
+  return 0
+
+
+def execute(name: str, argv: Sequence[str]) -> int:
+  """Runs a command; every error becomes one line on stderr.
+
+  Args:
+    name: of the command, a module of this package.
+    argv: its flags.
+
+  Returns:
+    The exit code: 0 done, 1 a check failed or the world did, 2 wrong usage or
+    incompatible input, 130 interrupted.
+  """
+  shown = '--traceback' in argv or os.environ.get(
+      'KVGRAFT_TRACEBACK', '0') not in ('', '0')
+  try:
+    command = importlib.import_module(f'kvgraft_jax.apps.{name}')
+    values = absl_flags.FlagValues()
+    command.define(values)
+    flags.common(values)
+    if any(a in _HELP for a in argv):
+      return show(_help(name, command, values))
+    flags.parse(values, argv)
+    code, result = command.run(values)
+    return max(code, show(json.dumps(result, allow_nan=False) + '\n'))
+  except BrokenPipeError:
+    _silence_stdout()
+    return 1
+  except KeyboardInterrupt:
+    line, code = 'interrupted', 130
+  except Exception as e:
+    if shown:
+      traceback.print_exc()
+    line, code = _describe(e)
+  print(f'kvgraft {name}: {" ".join(line.split())}', file=sys.stderr)
+  return code
+
+
+def _describe(e: Exception) -> tuple[str, int]:
+  """Returns the line and the exit code of an error."""
+  if isinstance(e, errors.KvgraftError):
+    return str(e), e.exit_code
+  if isinstance(e, MemoryError) or 'RESOURCE_EXHAUSTED' in str(e)[:200]:
+    return ('out of memory; use a smaller --capacity, a shorter text or fewer'
+            ' samples'), 1
+  if isinstance(e, OSError) and e.strerror:
+    name = f'{e.filename}: ' if e.filename else ''
+    return f'{name}{e.strerror}; check the path, its permissions and space', 1
+  first = (str(e).splitlines() or [''])[0][:300]
+  return (f'unexpected {type(e).__name__}: {first}; pass --traceback or set'
+          ' KVGRAFT_TRACEBACK=1 to see where'), 1
+
+
+def _write(text: str) -> None:
+  sys.stdout.write(text)
+  sys.stdout.flush()
+
+
+def _silence_stdout() -> None:
+  """Keeps the interpreter's last flush from complaining."""
+  try:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+  except (OSError, ValueError):
+    pass  # A stdout without a descriptor has no last flush.
+
+
+def _help(name: str, command: Any, values: absl_flags.FlagValues) -> str:
+  lines = [(command.__doc__ or '').strip(), '', 'Example:',
+           f'  kvgraft {name} {command.EXAMPLE}', '', 'Flags:']
+  for flag in (values[n] for n in values):
+    if flag.name in ('flagfile', 'undefok'):
+      continue
+    kind = (f'--[no]{flag.name}' if flag.flag_type() == 'bool'
+            else f'--{flag.name}=')
+    text = flag.help
+    choices = getattr(flag.parser, 'enum_values', None)
+    if choices:
+      kind += '|'.join(choices)
+      text = text.partition('>: ')[2]  # absl repeats the choices in front.
+    if flag.default not in (None, False):
+      kind += f' [{flag.default}]'
+    lines.append(f'  {kind}')
+    lines += textwrap.wrap(
+        text, 78, initial_indent=' ' * 6, subsequent_indent=' ' * 6)
+  return '\n'.join(lines) + '\n'

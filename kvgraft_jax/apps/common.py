@@ -1,0 +1,137 @@
+"""What commands share: model, store, lines for people, progress."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from typing import Any
+
+import kvgraft_jax
+from kvgraft_jax import errors
+from kvgraft_jax import tokenizer as tokenizer_lib
+
+_IMPORTED = time.monotonic()
+
+
+def process_age_s() -> float:
+  """Returns seconds since this process was started."""
+  since_import = time.monotonic() - _IMPORTED
+  try:
+    with open('/proc/self/stat', 'rb') as f:
+      ticks = int(f.read().rpartition(b')')[2].split()[19])
+    age = (time.clock_gettime(time.CLOCK_BOOTTIME)
+           - ticks / os.sysconf('SC_CLK_TCK'))
+  except (OSError, ValueError, IndexError, AttributeError):
+    return since_import
+  # A sandbox may give the process another clock than the kernel's.
+  return age if since_import <= age < since_import + 3600 else since_import
+
+
+def note(text: str) -> None:
+  """Prints a line for people on stderr."""
+  print(f'kvgraft: {text}', file=sys.stderr, flush=True)
+
+
+def say(text: str) -> None:
+  """Prints a line for people on stdout, above the JSON line."""
+  print(printable(text))
+
+
+def printable(text: str) -> str:
+  """Returns `text` as stdout's encoding can write it."""
+  encoding = getattr(sys.stdout, 'encoding', None) or 'utf-8'
+  return text.encode(encoding, 'replace').decode(encoding)
+
+
+class Progress:
+  """A bar on stderr; nothing where that is no terminal. A context manager."""
+
+  def __init__(self, label: str):
+    self._label = label
+    self._on = sys.stderr.isatty()
+    self._began = self._drawn = time.monotonic()
+    self._width = 0
+
+  def __enter__(self) -> Progress:
+    return self
+
+  def __exit__(self, *unused_exc_info) -> None:
+    if self._width:
+      sys.stderr.write('\r' + ' ' * self._width + '\r')
+      sys.stderr.flush()
+
+  @property
+  def callback(self):
+    """What takes (done, total), or None where nobody would see it."""
+    return self.update if self._on else None
+
+  def update(self, done: int, total: int) -> None:
+    """Draws `done` of `total`, at most ten times a second."""
+    now = time.monotonic()
+    if now - self._drawn < 0.1 and done < total:
+      return
+    self._drawn = now
+    filled = 24 * done // max(total, 1)
+    line = (f'{self._label} [{"#" * filled}{"." * (24 - filled)}]'
+            f' {done:,}/{total:,} {now - self._began:.0f} s')
+    sys.stderr.write('\r' + line.ljust(self._width))
+    sys.stderr.flush()
+    self._width = max(self._width, len(line))
+
+
+class _Notes(logging.Handler):
+  """Passes the package's messages on to people."""
+
+  def emit(self, record: logging.LogRecord) -> None:
+    note(record.getMessage())
+
+
+def _listen() -> None:
+  logger = logging.getLogger('kvgraft_jax')
+  if not any(isinstance(h, _Notes) for h in logger.handlers):
+    logger.addHandler(_Notes())
+    logger.setLevel(logging.INFO)
+
+
+def load_model(args: Any) -> kvgraft_jax.Model:
+  """Returns the model that the flags name, with its self-test done."""
+  if args.threads:
+    # Read by XLA when it makes the CPU client, which no import does.
+    os.environ['NPROC'] = str(args.threads)
+  _listen()
+  with Progress('self-test') as bar:
+    update = bar.callback
+    return kvgraft_jax.load_model(
+        args.model, dtype=args.dtype, chunk=args.chunk, tile=args.tile,
+        page=args.page, capacity=args.capacity,
+        progress=update and (lambda case, done, total: update(done, total)))
+
+
+def load_tokenizer(spec: str) -> Any:
+  """Returns the tokenizer that `--model` names, without its weights if it can.
+
+  Raises:
+    UsageError: if the model has none.
+  """
+  if spec.startswith('tiny:'):
+    return tokenizer_lib.ByteTokenizer()
+  found = None
+  if not spec.startswith('random:'):  # Whose weights would be made for nothing.
+    _listen()
+    from kvgraft_jax.checkpoints import resolve  # Imports jax; --help does not.
+    found = resolve.resolve(spec, 'bfloat16').tokenizer
+  if found is None:
+    raise errors.UsageError(
+        f'model {spec!r} has no tokenizer; choose another --model')
+  return found
+
+
+def open_store(args: Any, *, create: bool = False) -> kvgraft_jax.Store:
+  """Returns the store that the flags name."""
+  if not args.store:
+    raise errors.UsageError(
+        '--store is missing; give a directory, or a URL such as'
+        ' gs://BUCKET/DIR')
+  return kvgraft_jax.Store(args.store, create=create)

@@ -1,0 +1,85 @@
+"""Computes a text once and stores its KV state as an artifact."""
+
+import os
+import time
+from typing import Any
+
+from absl import flags as absl_flags
+
+import kvgraft_jax
+from kvgraft_jax import errors
+from kvgraft_jax.apps import cli
+from kvgraft_jax.apps import common
+from kvgraft_jax.apps import flags
+from kvgraft_jax.apps import inputs
+
+EXAMPLE = '--store=/tmp/store --text_file=manual.txt --name=manual'
+
+
+def define(fv: absl_flags.FlagValues) -> None:
+  """Defines this command's flags."""
+  flags.store(fv)
+  flags.text(fv, 'text_file')
+  absl_flags.DEFINE_string(
+      'name', None, 'Name to give the artifact.', flag_values=fv)
+  absl_flags.DEFINE_string(
+      'parent', None, 'Artifact that stands in front: id, prefix or name.',
+      flag_values=fv)
+  absl_flags.DEFINE_integer(
+      'parent_length', None, 'Positions of the parent in front; all by'
+      ' default.', flag_values=fv)
+  absl_flags.DEFINE_enum(
+      'sliding', 'full', ['full', 'window'], 'Sliding layers: keep every'
+      ' block, or what a continuation at the end can see.', flag_values=fv)
+  flags.block(fv)
+  flags.model(fv)
+
+
+def run(args: Any) -> tuple[int, dict[str, Any]]:
+  """Deposits; returns exit code and JSON."""
+  if args.parent_length is not None and not args.parent:
+    raise errors.UsageError('--parent_length needs --parent')
+  what = inputs.require_input(args, 'text_file')
+  store = common.open_store(args, create=True)
+  parent = store.find(args.parent) if args.parent else None
+  start = (args.parent_length or parent.fields.end) if parent else 0
+  model = common.load_model(args)
+  ids = inputs.to_ids(args, model, what, start)
+  merges = False
+  if parent and isinstance(what, str):
+    merges = inputs.boundary_merges(
+        model, inputs.chain_tokens(store, parent, start), what)
+  startup_s = common.process_age_s()
+  began = time.perf_counter()
+  with common.Progress('prefill') as bar:
+    made = kvgraft_jax.deposit(
+        model, store, ids, parent, sliding=args.sliding, name=args.name,
+        parent_length=args.parent_length, block=args.block,
+        provenance=_provenance(args), progress=bar.callback)
+  seconds = time.perf_counter() - began
+  common.note(
+      f'{made.id[:12]}: '
+      + ('is in the store already' if made.existed else
+         f'{len(ids):,} tokens computed and stored as'
+         f' {made.manifest.nbytes:,} bytes in {seconds:.1f} s'))
+  return 0, {
+      'artifact': made.id, 'key': made.key, 'name': made.name,
+      'tokens': len(ids), 'tokens_computed': made.tokens_computed,
+      'bytes': made.manifest.nbytes, 'start': made.manifest.fields.start,
+      'end': made.manifest.fields.end, 'sliding': args.sliding,
+      'block': made.manifest.fields.block, 'existed': made.existed,
+      'boundary_merges': merges, 'deposit_s': round(seconds, 4),
+      'startup_s': round(startup_s, 3),
+  }
+
+
+def _provenance(args: Any) -> dict[str, str]:
+  found = {'model': args.model, 'version': kvgraft_jax.__version__}
+  source = args.text_file or args.tokens_file
+  if source:
+    found['source'] = os.path.basename(source)
+  return found
+
+
+if __name__ == '__main__':
+  cli.start('deposit')

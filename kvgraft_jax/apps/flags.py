@@ -1,0 +1,189 @@
+"""Flags that commands share, each defined once, and `--config` files.
+
+Every command parses into a `FlagValues` of its own, so that its help shows its
+own flags and several commands can run in one process.
+"""
+
+from collections.abc import Sequence
+import os
+import runpy
+from typing import Any
+
+from absl import flags
+
+from kvgraft_jax import errors
+
+
+def common(fv: flags.FlagValues) -> None:
+  """Defines what every command takes."""
+  flags.DEFINE_string(
+      'config', None, 'Python file whose get_config() returns flag values; the'
+      ' command line wins.', flag_values=fv)
+  flags.DEFINE_boolean(
+      'traceback', False, 'Show where an error came from.', flag_values=fv)
+
+
+def model(fv: flags.FlagValues) -> None:
+  """Defines the model and its numerics."""
+  flags.DEFINE_string(
+      'model', 'gemma3-270m', 'gemma3-270m, a .gguf file, tiny:SEED or'
+      ' random:PRESET:SEED.', flag_values=fv)
+  flags.DEFINE_enum(
+      'dtype', 'bfloat16', ['bfloat16', 'float32'],
+      'Of weights, operands and cache.', flag_values=fv)
+  flags.DEFINE_integer(
+      'capacity', None, "Most positions of a context; the model's by default.",
+      lower_bound=1, flag_values=fv)
+  for name, what in (
+      ('chunk', 'Rows of a prefill step'), ('tile', 'Rows of a decode step'),
+      ('page', 'Positions of an attention partial')):
+    flags.DEFINE_integer(
+        name, None, f"{what}; the device's default if left out.",
+        lower_bound=2, flag_values=fv)
+  flags.DEFINE_integer(
+      'threads', None, 'CPU threads; all cores by default.', lower_bound=1,
+      flag_values=fv)
+
+
+def store(fv: flags.FlagValues) -> None:
+  """Defines the store."""
+  flags.DEFINE_string(
+      'store', None, 'A directory, or a URL such as gs://BUCKET/DIR.',
+      flag_values=fv)
+
+
+def artifact(fv: flags.FlagValues, *, length: bool = True) -> None:
+  """Defines store and artifact, and how much of it to take."""
+  store(fv)
+  flags.DEFINE_string(
+      'artifact', None, 'Id, 4 or more of its first digits, key, or name.',
+      flag_values=fv)
+  if length:
+    flags.DEFINE_integer(
+        'length', None, 'Graft positions [0, length); all by default.',
+        flag_values=fv)
+
+
+def on_mismatch(fv: flags.FlagValues, choices: Sequence[str]) -> None:
+  """Defines what happens where the numerics class differs."""
+  flags.DEFINE_enum(
+      'on_mismatch', 'fail', list(choices),
+      "If this machine's numerics class is not the artifact's.",
+      flag_values=fv)
+
+
+def text(
+    fv: flags.FlagValues, file_flag: str = 'prompt_file', prefix: str = '',
+    what: str = 'the text',
+) -> None:
+  """Defines where a text comes from: literally, a file, or token ids.
+
+  Args:
+    fv: flags of the command.
+    file_flag: name of the flag for a text file.
+    prefix: '' for --prompt and --tokens_file, else the name of the text:
+      --PREFIX and --PREFIX_tokens_file.
+    what: for the help.
+  """
+  flags.DEFINE_string(
+      prefix or 'prompt', None, f'{what[0].upper()}{what[1:]}, literally.',
+      flag_values=fv)
+  flags.DEFINE_string(
+      file_flag, None, f'UTF-8 file with {what}.', flag_values=fv)
+  flags.DEFINE_string(
+      f'{prefix}_tokens_file' if prefix else 'tokens_file', None,
+      f'JSON list with the token ids of {what}, taken verbatim.',
+      flag_values=fv)
+  if not prefix:
+    double_bos(fv)
+
+
+def double_bos(fv: flags.FlagValues) -> None:
+  """Defines whether a doubled bos is let through."""
+  flags.DEFINE_boolean(
+      'allow_double_bos', False, 'Let a second bos in front of a text pass.',
+      flag_values=fv)
+
+
+def block(fv: flags.FlagValues) -> None:
+  """Defines the block of a deposit."""
+  flags.DEFINE_integer(
+      'block', None, 'Positions of a stored block, a multiple of the page.',
+      lower_bound=1, flag_values=fv)
+
+
+def sampling(fv: flags.FlagValues) -> None:
+  """Defines how tokens are chosen."""
+  flags.DEFINE_integer(
+      'max_new_tokens', 64, 'Most new tokens; 0 for the logits alone.',
+      lower_bound=0, flag_values=fv)
+  flags.DEFINE_float(
+      'temperature', 0.0, '0 is greedy.', flag_values=fv)
+  flags.DEFINE_integer(
+      'top_k', 0, 'Candidates kept; 0 keeps all.', flag_values=fv)
+  flags.DEFINE_float(
+      'top_p', 1.0, 'Probability kept, behind top_k.', flag_values=fv)
+  flags.DEFINE_integer('seed', 0, 'Of the draws.', flag_values=fv)
+  flags.DEFINE_integer(
+      'num_samples', 1, 'How many continuations.', flag_values=fv)
+
+
+def require(args: Any, *names: str) -> None:
+  """Raises UsageError unless each of these flags has a value."""
+  for name in names:
+    if not getattr(args, name):
+      raise errors.UsageError(
+          f'--{name} is missing; give it, or see the command\'s --help')
+
+
+def parse(fv: flags.FlagValues, argv: Sequence[str]) -> None:
+  """Parses a command line and the config file that it names.
+
+  Args:
+    fv: with all flags of the command defined.
+    argv: without the command.
+
+  Raises:
+    UsageError: if a flag, a value or a key of the config file is not accepted.
+  """
+  try:
+    rest = fv(['kvgraft', *argv], known_only=False)[1:]
+  except flags.Error as e:
+    raise errors.UsageError(' '.join(str(e).split())) from None
+  if rest:
+    raise errors.UsageError(
+        f'unexpected argument {rest[0]!r}; values are given as --flag=VALUE')
+  if fv['config'].value is not None:
+    for name, value in _read_config(fv['config'].value).items():
+      _set(fv, name, value)
+
+
+def _read_config(path: str) -> dict[str, Any]:
+  if not os.path.isfile(path):
+    raise errors.UsageError(
+        f'--config={path}: no such file; give a Python file with get_config()')
+  try:
+    found = runpy.run_path(path).get('get_config')
+    values = found() if callable(found) else None
+  except Exception as e:  # Whatever the file's code does wrong.
+    raise errors.UsageError(
+        f'--config={path}: {type(e).__name__}: {e}; correct the file') from None
+  if not isinstance(values, dict):
+    raise errors.UsageError(
+        f'--config={path}: expected a function get_config() that returns a dict'
+        f' of flag values, found {type(values).__name__}')
+  return values
+
+
+def _set(fv: flags.FlagValues, name: Any, value: Any) -> None:
+  where = f'--config={fv["config"].value}'
+  if name not in fv or name in ('config', 'flagfile', 'undefok'):
+    raise errors.UsageError(
+        f'{where}: {name!r} is not a flag of this command; remove it, or see'
+        " the command's --help")
+  if fv[name].present or value is None:
+    return
+  try:
+    fv[name].parse(value)
+  except (flags.Error, TypeError, ValueError) as e:
+    raise errors.UsageError(f'{where}: {" ".join(str(e).split())}') from None

@@ -1,0 +1,65 @@
+"""The console script `kvgraft COMMAND --flags`."""
+
+from collections.abc import Sequence
+import difflib
+import sys
+
+import kvgraft_jax
+from kvgraft_jax.apps import cli
+
+COMMANDS = {
+    'demo': 'the whole story on the embedded model, in two processes',
+    'deposit': 'compute a text once and store its KV state',
+    'graft': 'continue from a stored artifact',
+    'generate': 'continue a text without a store',
+    'score': 'log-likelihood of a continuation',
+    'verify': 'compare grafts with a fresh computation, byte for byte',
+    'audit': 'recompute stored blocks from the blocks in front of them',
+    'logits': 'write the logits of some positions to a file',
+    'tokenize': 'text to token ids and back',
+    'numerics': 'what fixes the bits here: profile, class, self-test',
+    'ls': 'list a store',
+    'show': 'everything about one artifact',
+}
+
+
+def usage() -> str:
+  """Returns the overview of all commands."""
+  width = max(map(len, COMMANDS))
+  lines = [f'  {name:{width}}  {what}' for name, what in COMMANDS.items()]
+  return f'''\
+Deposit a language model's KV state once; graft it anywhere, byte for byte.
+
+usage: kvgraft COMMAND --flags
+
+{chr(10).join(lines)}
+
+kvgraft COMMAND --help shows its flags. The last line on stdout is one JSON
+object. Exit code: 0 done; 1 a check failed or the world did; 2 wrong usage or
+incompatible input.
+'''
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs `kvgraft ARGV`; returns the exit code."""
+  name = argv[0] if argv else ''
+  if name in ('-h', '--help', 'help'):
+    return cli.show(usage())
+  if name == '--version':
+    return cli.show(f'{kvgraft_jax.__version__}\n')
+  if name in COMMANDS:
+    return cli.execute(name, argv[1:])
+  close = difflib.get_close_matches(name, COMMANDS, 1)
+  hint = f'did you mean {close[0]}?' if close else 'see `kvgraft --help`'
+  found = f'there is no command {name!r}' if name else 'no command was given'
+  print(f'kvgraft: {found}; {hint}', file=sys.stderr)
+  return 2
+
+
+def run() -> None:
+  """Runs the console script."""
+  sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == '__main__':
+  run()

@@ -1,0 +1,114 @@
+"""The benchmark and the device check run, and report what they promise."""
+
+import copy
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import check_device
+import cli_helpers
+
+SCRIPTS = pathlib.Path(check_device.__file__).parent
+
+
+def _script(name, *args, timeout_s=300):
+  env = cli_helpers.environment()
+  env['PYTHONPATH'] = os.pathsep.join(
+      [str(SCRIPTS.parent), env.get('PYTHONPATH', '')])
+  return subprocess.run(
+      [sys.executable, str(SCRIPTS / name), *args], env=env,
+      capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def test_bench_reports_every_section():
+  done = _script('bench_graft.py', '--quick', '--lengths=40')
+  assert done.returncode == 0, done.stderr
+  lines = done.stdout.splitlines()
+  report = json.loads(lines[-1])
+  assert report['sha256_equal'] is True
+  entry = report['ttft']['40']
+  assert entry['cold_tokens_computed'] == 40 + report['tile']
+  assert entry['graft_tokens_computed'] == report['tile']
+  assert entry['ratio'] == pytest.approx(entry['cold_s'] / entry['graft_s'])
+  assert {'cold_s', 'graft_s', 'prefill_tokens_s', 'decode_s_token', 'parts_s',
+          'sha256_equal'} <= entry.keys()
+  assert report['restore']['40'].keys() == {
+      'bytes', 'file_bytes', 'readinto_gb_s', 'read_unverified_gb_s',
+      'read_verified_gb_s', 'graft_unverified_gb_s', 'graft_verified_gb_s'}
+  assert report['startup']['40']['sha256'] == entry['logits_sha256']
+  assert [row['capacity'] for row in report['capacity']] == [256, 1024]
+  # Nothing of the cache's size is kept beside it.
+  assert len({row['temp_bytes'] for row in report['capacity']}) == 1
+  assert {'profile', 'class', 'environment', 'peak_bytes', 'load_before',
+          'load_after'} <= report.keys()
+  assert 'what limits the graft' in done.stdout
+
+
+def test_bench_refuses_an_unknown_section():
+  done = _script('bench_graft.py', '--quick', '--sections=ttft,speed')
+  assert done.returncode == 2
+  assert 'found speed' in done.stderr
+
+
+REPORT = {
+    'matmuls': {
+        'a.qkv': {'equal_128': {'1': [16, 64, 128]}, 'equal_512': {'1': [512]}},
+        'a.attention': {'equal_128': {'1': [1, 4, 16, 128]}},
+    },
+    'equality': {'chunk_128': {'equal': True}, 'tile_16': {'equal': True}},
+}
+
+
+def test_recommendation_follows_the_table_and_the_whole_model():
+  assert check_device.tiles(REPORT, 128) == [16, 128]
+  assert check_device.recommend(REPORT)['tile'] == 16
+  refuted = copy.deepcopy(REPORT)
+  refuted['equality']['tile_16']['equal'] = False
+  assert check_device.recommend(refuted)['tile'] == 128
+  lost = copy.deepcopy(REPORT)
+  lost['matmuls']['a.qkv'] = None
+  assert check_device.recommend(lost)['tile'] == 128
+  assert 'incomplete' in check_device.recommend(lost)['reason']
+
+
+def test_a_part_that_dies_or_hangs_is_reported(tmp_path):
+  order = {'part': 'no such part', 'out': str(tmp_path / 'out')}
+  assert 'exit code 1' in check_device.run_part(order, dict(os.environ), 1e12)
+  order['part'] = 'profile'
+  assert 'out of time' in check_device.run_part(order, dict(os.environ), 0)
+
+
+def test_device_check_keeps_its_report_when_time_ends(tmp_path):
+  out = tmp_path / 'out.json'
+  done = _script('check_device.py', '--rehearse', f'--out={out}',
+                 '--budget_s=12', timeout_s=60)
+  last = json.loads(done.stdout.splitlines()[-1])
+  report = json.loads(out.read_text(encoding='utf-8'))
+  assert last['skipped'] == len(report['skipped']) > 0
+  assert last['elapsed_s'] < 20
+  assert report['speed'] is None
+  assert 'default profile should be' in done.stdout
+
+
+@pytest.mark.slow
+def test_device_check_rehearsal(tmp_path):
+  out = tmp_path / 'out.json'
+  done = _script('check_device.py', '--rehearse', f'--out={out}',
+                 '--budget_s=900', timeout_s=900)
+  assert done.returncode == 0, done.stderr
+  report = json.loads(out.read_text(encoding='utf-8'))
+  assert not report['errors'] and not report['skipped']
+  for part in (report, report['large']):
+    assert part['repeat'] == {'run_to_run': True, 'process_to_process': True}
+    assert part['graft']['verify_200']['sha256_equal'] == 10
+    assert part['graft']['verify_200']['restored_only'] is True
+    assert part['speed']['tokens_200']['decode_tokens_s'] > 0
+  assert report['profile']['bfloat16']['factors']['chunk'] == '512'
+  # Columns do not change the bits of a row on CPU; a one-row product does.
+  entry = report['matmuls']['gemma3-270m.qkv']
+  assert entry['equal_512']['1'] == entry['equal_512']['8']
+  assert {64, 128, 256, 512} <= set(entry['equal_512']['1'])
