@@ -108,9 +108,9 @@ def page_range(
 
 
 def attend(
-    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, *, layer: int,
-    b: int, start: jax.Array, spec: config_lib.AttentionSpec,
-    profile: numerics.Profile, one: jax.Array,
+    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, *,
+    layer: jax.Array | int, b: int, start: jax.Array,
+    spec: config_lib.AttentionSpec, profile: numerics.Profile, one: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Attention of R rows at positions start.. over the cache, own rows included.
 

@@ -112,7 +112,8 @@ def from_bits(x: jax.Array, dtype: str) -> jax.Array:
 
 
 def write_rows(
-    cache: jax.Array, rows: jax.Array, layer: int, b: int, start: jax.Array,
+    cache: jax.Array, rows: jax.Array, layer: jax.Array | int, b: int,
+    start: jax.Array,
     margin: int,
 ) -> jax.Array:
   """Writes R rows at positions start.. of one layer and sequence.
@@ -146,8 +147,8 @@ def write_rows(
 
 
 def read_page(
-    cache: jax.Array, layer: int, b: int, page_number: jax.Array, page: int,
-    dtype: str, margin: int,
+    cache: jax.Array, layer: jax.Array | int, b: int,
+    page_number: jax.Array, page: int, dtype: str, margin: int,
 ) -> jax.Array:
   """Returns the page with absolute number `page_number`, float [P, K, H]."""
   _, _, slots, heads, dim = cache.shape

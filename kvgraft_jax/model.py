@@ -5,6 +5,7 @@ query heads, K kv heads, H head dim, D width, F hidden, V vocabulary, P page.
 """
 
 from collections.abc import Mapping
+import functools
 from typing import Any
 
 import jax
@@ -96,6 +97,37 @@ def feed_forward(layer: Params, x, s):
   return x + _norm(out, layer['post_ffw_norm'], s) * s['one']
 
 
+# Jitted on its own so that it is traced once a kind and not once a layer;
+# XLA inlines the calls.
+@functools.partial(
+    jax.jit, static_argnames=('kind', 'n_batch', 'config', 'profile'))
+def _layer(
+    layer: Params, x, k_cache, v_cache, row, starts, rope: Rope, s, *,
+    kind: str, n_batch: int, config: config_lib.ModelConfig,
+    profile: numerics.Profile,
+):
+  """Runs one layer; `row` is its row of the caches of its kind."""
+  spec = config.spec(kind)
+  n_rows = x.shape[0] // n_batch
+  margin = 0 if spec.window is None else profile.chunk
+  q, k, v = qkv_rows(layer, x, rope, kind, config, s)
+  k_bits = cache_lib.to_bits(k, profile.dtype)
+  v_bits = cache_lib.to_bits(v, profile.dtype)
+  mixed = []
+  for b in range(n_batch):
+    rows = slice(b * n_rows, (b + 1) * n_rows)
+    k_cache = cache_lib.write_rows(
+        k_cache, k_bits[rows], row, b, starts[b], margin)
+    v_cache = cache_lib.write_rows(
+        v_cache, v_bits[rows], row, b, starts[b], margin)
+    out, k_cache, v_cache = attention.attend(
+        q[rows], k_cache, v_cache, layer=row, b=b, start=starts[b], spec=spec,
+        profile=profile, one=s['one'])
+    mixed.append(out)
+  x = attention_out(layer, x, jnp.concatenate(mixed), s)
+  return feed_forward(layer, x, s), k_cache, v_cache
+
+
 def step(
     params: Params, cache: cache_lib.KVCache, tokens: jax.Array,
     starts: jax.Array, rope: Rope, *, config: config_lib.ModelConfig,
@@ -124,24 +156,11 @@ def step(
   x = embed(params, tokens.reshape(-1), s)
   counts = dict.fromkeys(config_lib.KINDS, 0)
   for i, kind in enumerate(config.layers):
-    layer, spec, row = params[f'layer_{i}'], config.spec(kind), counts[kind]
+    x, k_cache[kind], v_cache[kind] = _layer(
+        params[f'layer_{i}'], x, k_cache[kind], v_cache[kind],
+        np.int32(counts[kind]), starts, rope, s, kind=kind, n_batch=n_batch,
+        config=config, profile=profile)
     counts[kind] += 1
-    q, k, v = qkv_rows(layer, x, rope, kind, config, s)
-    k_bits = cache_lib.to_bits(k, profile.dtype)
-    v_bits = cache_lib.to_bits(v, profile.dtype)
-    mixed = []
-    for b in range(n_batch):
-      rows = slice(b * n_rows, (b + 1) * n_rows)
-      margin = 0 if spec.window is None else profile.chunk
-      written = (
-          cache_lib.write_rows(c, bits[rows], row, b, starts[b], margin)
-          for c, bits in ((k_cache[kind], k_bits), (v_cache[kind], v_bits)))
-      out, k_cache[kind], v_cache[kind] = attention.attend(
-          q[rows], *written, layer=row, b=b, start=starts[b], spec=spec,
-          profile=profile, one=s['one'])
-      mixed.append(out)
-    x = attention_out(layer, x, jnp.concatenate(mixed), s)
-    x = feed_forward(layer, x, s)
   hidden = x.reshape(n_batch, n_rows, -1)
   return hidden, cache_lib.KVCache(k_cache, v_cache, s)
 

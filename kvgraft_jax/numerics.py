@@ -31,8 +31,9 @@ _CPU_FEATURES = (
 
 # Factors that a proven invariance of the self-test removes from the class.
 _PROVEN_BY = {'chunk': 'chunk', 'tile': 'tile'}
-# Without these no two computations can be promised equal bits.
-REQUIRED = ('run', 'slot', 'neighbours', 'capacity', 'chunk', 'tile')
+# Without these no two computations can be promised equal bits. A chunk that is
+# not proven stays in the class instead: then all use the same one.
+REQUIRED = ('run', 'slot', 'neighbours', 'capacity', 'tile')
 
 
 @dataclasses.dataclass(frozen=True)

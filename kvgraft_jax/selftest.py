@@ -98,6 +98,9 @@ class _Bench:
     # Past the window and past a chunk, and no multiple of anything.
     window = config.sliding.window or 0
     total = max(profile.chunk, window) + profile.chunk // 2 + 3
+    self.capacity = 4 * profile.chunk
+    while self.capacity < total + profile.chunk:
+      self.capacity *= 2
     rng = np.random.Generator(np.random.PCG64(20260714))
     self.tokens = rng.integers(
         5, config.vocab_size, size=total, dtype=np.int64).astype(np.int32)
@@ -179,9 +182,7 @@ def run(
   began = time.monotonic()
   bench = _Bench(config, profile, params)
   total, chunk, tile = len(bench.tokens), profile.chunk, profile.tile
-  capacity = 4 * chunk
-  while capacity < total + chunk:
-    capacity *= 2
+  capacity = bench.capacity
   ladder = row_ladder(profile)
   shifted = [(chunk, chunk // 3), *_even(chunk, total - chunk // 3)]
   cases: dict[str, tuple[Schedule, int, int]] = {
@@ -226,8 +227,8 @@ def base_digest(
 ) -> str:
   """Returns the digest of the case that every other one is compared with."""
   bench = _Bench(config, profile, params)
-  chunk = profile.chunk
-  return bench.digest(*bench.run(_even(chunk, len(bench.tokens)), 4 * chunk))
+  schedule = _even(profile.chunk, len(bench.tokens))
+  return bench.digest(*bench.run(schedule, bench.capacity))
 
 
 def load_or_run(

@@ -72,9 +72,9 @@ def merge(report: dict[str, Any], part: str, model: str, found) -> None:
     report['large'] = report['large'] or dict.fromkeys(SECTIONS[2:])
     target = report['large']
   for section, items in found['sections'].items():
-    if part == 'second' and section == 'equality':
-      section = 'speed'  # Only how long the second process took to load.
-    target[section] = (target[section] or {}) | items
+    merged = (target[section] or {}) | items
+    if any(value is not None for value in merged.values()):
+      target[section] = merged
   for what in ('skipped', 'errors', 'seconds'):
     report[what] |= {f'{prefix}{part}.{k}': v for k, v in found[what].items()}
 

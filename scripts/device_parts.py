@@ -258,30 +258,28 @@ def _hidden(
   return np.concatenate([np.asarray(p) for p in parts])[:count], elapsed
 
 
-def _load(results: Results) -> engine.Model | None:
+def _load(results: Results, section: str) -> engine.Model | None:
+  loaded = []
+
   def load():
     began = time.perf_counter()
     model = engine.load_model(results.order['model'], self_test=False)
     jax.block_until_ready(model.params)
-    return model, time.perf_counter() - began
-
-  loaded = []
-  def kept():
-    model, elapsed = load()
     loaded.append(model)
-    return {'seconds': elapsed, 'fingerprint': model.fingerprint,
+    return {'seconds': time.perf_counter() - began,
+            'fingerprint': model.fingerprint,
             'layers': len(model.config.layers),
             'weights_bytes': sum(
                 x.nbytes for x in jax.tree.leaves(model.params)),
             'chunk': model.profile.chunk, 'tile': model.profile.tile}
 
-  results.run('equality', 'model', results.order['load_s'], kept)
+  results.run(section, 'model', results.order['load_s'], load)
   return loaded[0] if loaded else None
 
 
 def first(results: Results) -> None:
   """Equality of schedules and runs, the self-test, and the deposits."""
-  model = _load(results)
+  model = _load(results, 'equality')
   if model is None:
     return
   base, scale = model.profile, len(model.config.layers) / 26
@@ -360,7 +358,7 @@ def first(results: Results) -> None:
 
 def second(results: Results) -> None:
   """The same in another process: equality, verify, speed."""
-  model = _load(results)
+  model = _load(results, 'speed')
   if model is None:
     return
   base, scale = model.profile, len(model.config.layers) / 26

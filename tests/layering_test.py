@@ -20,7 +20,7 @@ TIERS = (
      'ledger'),
     ('store', 'sampling', 'programs', 'selftest', 'recorder', 'decode',
      'engine'),
-    ('grafting', 'verification', 'paging', 'checkers', 'library',
+    ('grafting', 'verification', 'measure', 'paging', 'checkers', 'library',
      'flywheel'),
     ('testing', '__init__'),
     ('apps.*',),

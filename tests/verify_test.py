@@ -156,7 +156,7 @@ def test_a_consistent_lie_is_found(model, store, tmp_path, kind, row, layer):
 def test_a_lie_in_front_is_named_first(model, store, tmp_path):
   def change(kind, index, rows):
     if (kind, index) == ('global', 1):
-      rows[0, 1, 3, 0, 0] ^= 0x4000  # One value of V.
+      rows[0, 1, 3] ^= 0x8000  # Signs of one position's V.
 
   lies, manifest = _lie(model, store, tmp_path, change)
   assert not kv.verify(model, lies, manifest, n_continuations=2).ok

@@ -44,9 +44,8 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   rows = inputs.parse_rows(args.rows, len(what))
   model = common.load_model(args)
   ids = inputs.to_ids(args, model, what, 0)
-  # Whole batches of rows are the same programs in another order: equal bits.
   logits = model.context().logits_of(ids, rows)
-  _write(args.out, folder, rows=np.asarray(rows, np.int64), logits=logits)
+  _write(args.out, folder, np.asarray(rows, np.int64), logits)
   common.note(f'{len(rows)} rows of {logits.shape[1]:,} logits: {args.out}')
   return 0, {
       'out': args.out, 'sha256': [hashing.logits_sha256(x) for x in logits],
@@ -55,7 +54,9 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   }
 
 
-def _write(path: str, folder: str, **arrays: np.ndarray) -> None:
+def _write(
+    path: str, folder: str, rows: np.ndarray, logits: np.ndarray
+) -> None:
   """Writes an .npz file that is there whole or not at all."""
   fd, temporary = tempfile.mkstemp(prefix='.kvgraft-', dir=folder)
   try:
@@ -64,7 +65,7 @@ def _write(path: str, folder: str, **arrays: np.ndarray) -> None:
       mask = os.umask(0)
       os.umask(mask)
       os.fchmod(f.fileno(), 0o666 & ~mask)
-      np.savez(f, **arrays)
+      np.savez(f, rows=rows, logits=logits)
     os.replace(temporary, path)
   except BaseException:
     os.unlink(temporary)

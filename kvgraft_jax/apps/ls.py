@@ -24,17 +24,19 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   names: dict[str, list[str]] = {}
   for name, artifact_id in store.names().items():
     names.setdefault(artifact_id, []).append(name)
-  found = [{
-      'id': m.id, 'key': m.key, 'names': names.get(m.id, []),
-      'start': m.fields.start, 'end': m.fields.end,
-      'sliding': m.fields.sliding, 'bytes': m.nbytes, 'created': m.created,
-      'parent': ids.get(m.fields.parent, m.fields.parent) or None,
-  } for m in manifests]
+  found = []
   rows = [('id', 'positions', 'sliding', 'bytes', 'created', 'parent', 'name')]
-  rows += [
-      (a['id'][:12], f'{a["start"]}..{a["end"]}', a['sliding'],
-       f'{a["bytes"]:,}', a['created'], (a['parent'] or '-')[:12],
-       ' '.join(a['names']) or '-') for a in found]
+  for m in manifests:
+    fields, named = m.fields, names.get(m.id, [])
+    parent = ids.get(fields.parent, fields.parent)
+    found.append({
+        'id': m.id, 'key': m.key, 'names': named, 'start': fields.start,
+        'end': fields.end, 'sliding': fields.sliding, 'bytes': m.nbytes,
+        'created': m.created, 'parent': parent or None})
+    rows.append((
+        m.id[:12], f'{fields.start}..{fields.end}', fields.sliding,
+        f'{m.nbytes:,}', m.created, parent[:12] or '-',
+        ' '.join(named) or '-'))
   widths = [max(map(len, column)) for column in zip(*rows)]
   for row in rows:
     common.say('  '.join(

@@ -41,9 +41,9 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   common.say(f'class {fingerprint}')
   common.say(f'self-test {report.version}: {report.tokens} tokens, two layers,'
              f' {report.elapsed_s:.1f} s')
-  for name, value in report.invariances.items():
+  for name, proved in report.invariances.items():
     needed = ' (needed)' if name in numerics.REQUIRED else ''
-    common.say(f'    {name:{width}}  {_WORDS[value]}{needed}')
+    common.say(f'    {name:{width}}  {_WORDS[proved]}{needed}')
   common.say('equal bits are promised' if report.exact
              else 'NO equal bits are promised here')
   measured = {} if args.quick else _measure(model, report)

@@ -42,18 +42,20 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
         ' --prompt')
   if args.artifact is None and args.length is not None:
     raise errors.UsageError('--length needs --artifact')
-  store = manifest = None
+  store = common.open_store(args) if args.artifact else None
+  manifest = store.find(args.artifact) if store else None
   start = 0
-  if args.artifact:
-    store = common.open_store(args)
-    manifest = store.find(args.artifact)
+  if manifest is not None:
     start = manifest.fields.end if args.length is None else args.length
   model = common.load_model(args)
   # Without a continuation the prompt is it, behind bos or the artifact.
   front: list[int] = []
-  last = scored if scored is not None else prompt
-  if scored is not None and prompt is not None:
-    front = inputs.to_ids(args, model, prompt, start)
+  last = prompt
+  if scored is not None:
+    if prompt is not None:
+      front = inputs.to_ids(args, model, prompt, start)
+    last = scored
+  assert last is not None
   ids = inputs.to_ids(args, model, last, start + len(front))
   if not start and not front:
     front, ids = ids[:1], ids[1:]
@@ -63,13 +65,14 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   startup_s = common.process_age_s()
   began = time.perf_counter()
   with common.Progress('prefill') as bar:
-    if manifest is not None:
+    if store is not None and manifest is not None:
       context = kvgraft_jax.graft(
           model, store, manifest, start, args.on_mismatch, record=False,
           progress=bar.callback)
       merges = inputs.boundary_merges(
           model, context.tokens, prompt if front else last)
-      context.extend(front)
+      if front:
+        context.extend(front)
     else:
       context = model.prefill(front, record=False, progress=bar.callback)
       merges = scored is not None and inputs.boundary_merges(
