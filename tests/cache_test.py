@@ -5,7 +5,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import model_helpers
 import numpy as np
 import pytest
 
@@ -14,6 +13,7 @@ from kvgraft_jax import config as config_lib
 from kvgraft_jax import numerics
 from kvgraft_jax import programs as programs_lib
 from kvgraft_jax.checkpoints import tree
+import model_helpers
 
 _PROFILE = numerics.Profile('bfloat16', 32, 4, 16)
 _RING = cache_lib.ring_size(24, _PROFILE)

@@ -2,7 +2,6 @@ import copy
 
 import jax
 import jax.numpy as jnp
-import model_helpers
 import numpy as np
 import pytest
 
@@ -12,6 +11,7 @@ from kvgraft_jax import hashing
 from kvgraft_jax import numerics
 from kvgraft_jax import reference
 from kvgraft_jax import sampling
+import model_helpers
 
 _IDS = model_helpers.tokens(150)
 

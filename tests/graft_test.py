@@ -7,10 +7,8 @@ import shutil
 import subprocess
 import sys
 
-import model_helpers
 import numpy as np
 import pytest
-import store_helpers
 
 import kvgraft_jax as kv
 from kvgraft_jax import artifact as artifact_lib
@@ -18,6 +16,8 @@ from kvgraft_jax import cache as cache_lib
 from kvgraft_jax import config as config_lib
 from kvgraft_jax import errors
 from kvgraft_jax import store as store_lib
+import model_helpers
+import store_helpers
 
 _IDS = model_helpers.tokens(150)
 _TAIL = model_helpers.tokens(70, seed=9)

@@ -4,7 +4,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import model_helpers
 import numpy as np
 import pytest
 
@@ -16,6 +15,7 @@ from kvgraft_jax import model as model_lib
 from kvgraft_jax import numerics
 from kvgraft_jax import rope as rope_lib
 from kvgraft_jax.checkpoints import random_init
+import model_helpers
 
 _ONE = np.float32(1)
 
@@ -191,7 +191,8 @@ class _Layer:
       half = both.shape[-1] // 2
       gate = layers.gelu_tanh(
           both[:, :half], s['gelu_inner'], s['gelu_cubic'], s['one'])
-      return x, layers.matmul(gate * both[:, half:], layer['mlp']['linear']['w'])
+      return x, layers.matmul(
+          gate * both[:, half:], layer['mlp']['linear']['w'])
 
     def fifth(layer, x, out, s):
       s = self.scalars(s)

@@ -4,13 +4,13 @@ import functools
 
 from flax import nnx
 import jax
-import model_helpers
 import numpy as np
 import pytest
 
 import kvgraft_jax as kv
 from kvgraft_jax import config as config_lib
 from kvgraft_jax import programs as programs_lib
+import model_helpers
 
 _ROWS = 4
 _IDS = model_helpers.tokens(_ROWS)

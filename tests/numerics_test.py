@@ -2,13 +2,13 @@ import dataclasses
 import json
 import pathlib
 
-import make_goldens
-import model_helpers
 import numpy as np
 import pytest
 
 from kvgraft_jax import errors
 from kvgraft_jax import numerics
+import make_goldens
+import model_helpers
 
 _DATA = pathlib.Path(__file__).parent / 'testdata'
 _ALL = dict.fromkeys(numerics.REQUIRED, True)

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 
-import model_helpers
 import numpy as np
 import pytest
 
@@ -21,6 +20,7 @@ from kvgraft_jax import hashing
 from kvgraft_jax import numerics
 from kvgraft_jax import selftest
 from kvgraft_jax import store as store_lib
+import model_helpers
 
 pytestmark = pytest.mark.real
 

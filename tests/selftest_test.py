@@ -3,13 +3,13 @@ import json
 
 import jax
 import jax.numpy as jnp
-import model_helpers
 import numpy as np
 import pytest
 
 from kvgraft_jax import layers
 from kvgraft_jax import numerics
 from kvgraft_jax import selftest
+import model_helpers
 
 _IDS = model_helpers.tokens(150)
 
