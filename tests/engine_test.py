@@ -66,6 +66,7 @@ def _rows(context):
   return model_helpers.cache_sha256(context)
 
 
+@pytest.mark.slow  # 5 s.
 def test_another_page_gives_other_bits(model, fresh):
   # Shows that the hash is sensitive to the order of operations.
   other = model_helpers.variant(model, page=32).prefill(_IDS)

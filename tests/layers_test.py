@@ -24,17 +24,18 @@ def _normal(*shape, seed=0):
   return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-@pytest.mark.parametrize('size', [1, 2, 3, 5, 24, 96, 640, 1152])
+@pytest.mark.parametrize('size', [1, 2, 5, 24, 640, 1152])
 def test_tree_sum_is_exact_on_integers_and_close_on_floats(size):
   whole = np.random.default_rng(size).integers(-1000, 1000, (3, size))
-  got = layers.tree_sum(jnp.asarray(whole, jnp.float32))
+  tree_sum = jax.jit(layers.tree_sum)
+  got = tree_sum(whole.astype(np.float32))
   np.testing.assert_array_equal(got[:, 0], whole.sum(-1))
   x = _normal(3, size)
-  got = np.asarray(layers.tree_sum(jnp.asarray(x)))
+  got = np.asarray(tree_sum(x))
   want = x.astype(np.float64).sum(-1, keepdims=True)
   np.testing.assert_allclose(
       got, want, rtol=0, atol=1e-6 * np.abs(x).sum(-1).max())
-  got = layers.tree_max(jnp.asarray(x))
+  got = jax.jit(layers.tree_max)(x)
   np.testing.assert_array_equal(got, x.max(-1, keepdims=True))
 
 

@@ -11,7 +11,7 @@ import make_goldens
 import model_helpers
 
 _DATA = pathlib.Path(__file__).parent / 'testdata'
-_ALL = dict.fromkeys(numerics.REQUIRED, True)
+_ALL = dict.fromkeys((*numerics.REQUIRED, 'chunk'), True)
 
 
 def _profile(**changes):
@@ -143,7 +143,10 @@ def test_the_script_computes_the_tolerance_goldens(goldens):
       make_goldens.tiny_logits(), goldens['logits'], rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize('dtype', numerics.DTYPES)
+@pytest.mark.parametrize('dtype', [
+    'bfloat16',
+    pytest.param('float32', marks=pytest.mark.slow),  # Its self-test: 30 s.
+])
 def test_bit_goldens_of_this_class(goldens, dtype):
   found = make_goldens.bit_golden(model_helpers.tiny(dtype))
   listed = {entry['class']: entry for entry in goldens['bits']}
