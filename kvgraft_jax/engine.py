@@ -493,10 +493,12 @@ def load_model(
   """
   programs_lib.enable_compilation_cache()
   checkpoint = resolve.resolve(spec, dtype)
+  default_tile = None
   if checkpoint.config.name == 'tiny':
-    chunk, tile, page = chunk or 32, tile or 4, page or 16
+    chunk, page = chunk or 32, page or 16
+    default_tile = min(4, chunk)
   profile = numerics.default_profile(
-      dtype, chunk=chunk, tile=tile, page=page)
+      dtype, chunk=chunk, tile=tile or default_tile, page=page)
   model = Model(checkpoint, profile, capacity)
   if self_test and not model.self_test(progress).invariances['tile']:
     if tile is None:

@@ -249,7 +249,7 @@ def test_without_the_seal_the_five_programs_differ():
   assert differing > 0
 
 
-@pytest.mark.slow  # 12 s on 2 cores.
+@pytest.mark.slow  # 30 s each at a load of 5.
 @pytest.mark.parametrize('kind', config_lib.KINDS)
 def test_a_sealed_layer_of_270m_shapes_in_five_programs(kind):
   config = dataclasses.replace(
