@@ -129,7 +129,8 @@ class KeyFields:
              f'positions are [{self.start!r:.20}, {self.end!r:.20}), expected'
              f' integers 0 <= start < end <= {_MAX_POSITION}')
     _require(_is_int(self.block, 1, 2**20),
-             f'block is {self.block!r:.20}, expected an integer >= 1')
+             f'block is {self.block!r:.20}, expected an integer from 1 to'
+             f' {2**20}')
     _require(self.sliding in (FULL, WINDOW),
              f'sliding is {self.sliding!r:.80}, expected {FULL!r} or'
              f' {WINDOW!r}')

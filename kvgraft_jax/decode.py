@@ -31,7 +31,8 @@ class Generation:
   Attributes:
     token_ids: the new tokens, without the stop token.
     text: their text; '' where the model has no tokenizer.
-    finish_reason: 'stop' or 'length'.
+    finish_reason: 'stop', 'length' (as many as asked for) or 'capacity' (no
+      more fit).
     logits_sha256: of the logits that chose the first token.
   """
 
@@ -47,11 +48,13 @@ class _Sample:
   def __init__(self, context: Context, index: int, limit: int):
     self.context = context
     self.index = index
-    self.limit = min(limit, context.model.capacity - context.length)
+    room = context.model.capacity - context.length
+    self.limit = min(limit, room)
+    self.at_limit = 'length' if limit <= room else 'capacity'
     self.start = context.length
     self.tokens: list[int] = []
     self.first_hash = ''
-    self.reason = '' if self.limit > 0 else 'length'
+    self.reason = '' if self.limit > 0 else self.at_limit
 
   def choose(self, logits, params, stop_ids, on_token) -> int | None:
     """Samples the next token; None once this continuation has ended."""
@@ -68,7 +71,7 @@ class _Sample:
     if on_token:
       on_token(self.index, token)
     if len(self.tokens) >= self.limit:
-      self.reason = 'length'
+      self.reason = self.at_limit
       return None
     return token
 

@@ -130,18 +130,21 @@ class Model:
     for i, token in enumerate(tokens):
       if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
         raise errors.UsageError(
-            f'tokens[{i}]: expected an integer id, found {token!r}')
+            f'tokens[{i}]: expected an integer id, found {token!r:.80}')
       if not 0 <= token < self.config.vocab_size:
         raise errors.UsageError(
             f'tokens[{i}]: expected an id from 0 to'
-            f' {self.config.vocab_size - 1}, found {token}')
+            f' {self.config.vocab_size - 1}, found {token!r:.80}')
       result.append(int(token))
     if have + len(result) > self.capacity:
       raise errors.CapacityError(
           f'{have + len(result)} tokens ({have} in the context and'
           f' {len(result)} more) are beyond the capacity of {self.capacity};'
-          ' shorten the text or raise the capacity (the context of'
-          f' {self.config.name} is {self.config.max_context})')
+          ' shorten the text'
+          + (f' or raise the capacity (the context of {self.config.name} is'
+             f' {self.config.max_context})'
+             if self.capacity < self.config.max_context else
+             f" (the capacity is {self.config.name}'s context)"))
     return result
 
   def rows_for(self, left: int) -> int:
@@ -151,8 +154,13 @@ class Model:
       return profile.tile
     return profile.chunk
 
-  def warm_up(self, length: int, new: int) -> None:
+  def warm_up(
+      self, length: int, new: int, *, num_samples: int = 1,
+      max_new_tokens: int = 0,
+  ) -> None:
     """Compiles what computing the last `new` of `length` positions runs.
+
+    Of `num_samples` > 1 the batched decode of `max_new_tokens` as well.
 
     One tile and one head are run, so that the weights are in memory too.
     """
@@ -161,6 +169,10 @@ class Model:
       rows = self.rows_for(left)
       self.programs.step(rows, 1, slots)
       left -= rows
+    if num_samples > 1:
+      longest = min(length + max_new_tokens, self.capacity)
+      self.programs.step(
+          self.profile.tile, decode.BATCH, self.slots_for(longest))
     cache = self.programs.empty_cache(1, slots)
     hidden, _ = self.programs.run_step(
         self.params, cache, np.zeros((1, self.profile.tile), np.int32),
@@ -468,6 +480,7 @@ def load_model(
     spec: str, *, dtype: str = 'bfloat16', chunk: int | None = None,
     tile: int | None = None, page: int | None = None,
     capacity: int | None = None, self_test: bool = True, progress=None,
+    check: Callable[[Model], None] | None = None,
 ) -> Model:
   """Loads a model and settles its numerics.
 
@@ -486,11 +499,18 @@ def load_model(
     capacity: most positions a context may take; None for the model's context.
     self_test: False postpones the self-test until a class is needed.
     progress: called with (case, number, count) while the self-test runs.
+    check: called with the model in front of the self-test; may raise.
 
   Raises:
     UsageError: if a value is not accepted.
     KvgraftError: if the weights cannot be had.
   """
+  try:
+    jax.devices()
+  except (RuntimeError, AssertionError) as e:  # jax raises either.
+    raise errors.UsageError(
+        f'jax can use no device ({str(e)[:200] or type(e).__name__}); check'
+        ' JAX_PLATFORMS, or install the jax that it needs') from None
   programs_lib.enable_compilation_cache()
   checkpoint = resolve.resolve(spec, dtype)
   default_tile = None
@@ -500,6 +520,8 @@ def load_model(
   profile = numerics.default_profile(
       dtype, chunk=chunk, tile=tile or default_tile, page=page)
   model = Model(checkpoint, profile, capacity)
+  if check:
+    check(model)
   if self_test and not model.self_test(progress).invariances['tile']:
     if tile is None:
       profile = dataclasses.replace(profile, tile=profile.chunk)

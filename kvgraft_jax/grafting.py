@@ -93,6 +93,20 @@ def default_block(profile: numerics.Profile) -> int:
   return max(profile.page, min(512, profile.chunk))
 
 
+def check_block(model: engine.Model, block: int | None) -> int:
+  """Returns positions of a stored block; None for the default.
+
+  Raises:
+    UsageError: if it is no multiple of the page.
+  """
+  page = model.profile.page
+  block = default_block(model.profile) if block is None else block
+  if block < 1 or block % page:
+    raise errors.UsageError(
+        f'block: expected a multiple of the page ({page}), found {block}')
+  return block
+
+
 def manifest_of(store: store_lib.Store, ref: Ref) -> artifact_lib.Manifest:
   """Returns the manifest that a reference names."""
   if isinstance(ref, Artifact):
@@ -152,7 +166,35 @@ def _check_model(
       raise errors.IncompatibleError(
           f'artifact {manifest.id[:12]}: {factor} differs, expected'
           f' {theirs[:16]}, found {ours[:16]} in {model.source}; load the'
-          f' {factor} it was deposited with, or deposit the text again', factor)
+          f' {factor} it was deposited with{_origin(manifest)}, or deposit the'
+          ' text again', factor)
+
+
+def _origin(manifest: artifact_lib.Manifest) -> str:
+  source = manifest.provenance.get('model')
+  return f' ({source!s:.80})' if source else ''
+
+
+def check_early(
+    model: engine.Model, manifest: artifact_lib.Manifest
+) -> None:
+  """Raises what can be known to differ before any self-test has run."""
+  _check_model(model, manifest)
+  differs = numerics.first_difference(
+      numerics.certain(manifest.profile.get('factors', {})),
+      numerics.certain(model.profile.factors()))
+  if differs:
+    raise _mismatch(manifest, *differs)
+
+
+def _mismatch(
+    manifest: artifact_lib.Manifest, factor: str, theirs: str, ours: str
+) -> errors.ClassMismatchError:
+  return errors.ClassMismatchError(
+      f'artifact {manifest.id[:12]}: numerics differ in {factor}, expected'
+      f' {theirs or "none"}, found {ours or "none"}; bits may differ: deposit'
+      ' again here, or pass --on_mismatch=recompute or --on_mismatch=inexact',
+      factor)
 
 
 def _check_class(
@@ -169,10 +211,7 @@ def _check_class(
     else:
       factor = 'numerics class'
       a, b = theirs_hash[:16], numerics.class_fingerprint(ours)[:16]
-    raise errors.ClassMismatchError(
-        f'artifact {manifest.id[:12]}: numerics differ in {factor}, expected'
-        f' {a}, found {b}; bits may differ: deposit again here, or pass'
-        ' --on_mismatch=recompute or --on_mismatch=inexact', factor)
+    raise _mismatch(manifest, factor, a, b)
   if not report.exact:
     failed = ', '.join(
         n for n in numerics.REQUIRED if not report.invariances.get(n))
@@ -406,11 +445,7 @@ def deposit(
     StorageError: if the store cannot be written; nothing is listed then.
     ConflictError: if the key is in the store with other content.
   """
-  block = default_block(model.profile) if block is None else block
-  if block < 1 or block % model.profile.page:
-    raise errors.UsageError(
-        f'block: expected a multiple of the page ({model.profile.page}), found'
-        f' {block}')
+  block = check_block(model, block)
   if sliding not in (artifact_lib.FULL, artifact_lib.WINDOW):
     raise errors.UsageError(
         f"sliding: expected 'full' or 'window', found {sliding!r}")

@@ -111,6 +111,11 @@ def numerics_class(
   return result
 
 
+def certain(factors: Mapping[str, str]) -> dict[str, str]:
+  """Returns the factors that no self-test can remove from a class."""
+  return {k: v for k, v in factors.items() if k not in _PROVEN_BY}
+
+
 def class_fingerprint(factors: Mapping[str, str]) -> str:
   """Returns the hex SHA-256 that names a class."""
   return hashing.json_sha256('kvgraft.class', dict(factors))

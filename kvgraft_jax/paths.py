@@ -10,4 +10,6 @@ def cache_dir() -> pathlib.Path:
   if own:
     return pathlib.Path(own)
   base = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
+  if base.startswith('~'):  # A user without a home: nowhere can it be made.
+    base = os.devnull
   return pathlib.Path(base) / 'kvgraft_jax'

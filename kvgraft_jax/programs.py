@@ -1,6 +1,8 @@
 """Compiled programs, one for each fixed shape, and their persistent cache."""
 
 from collections.abc import Callable
+from collections.abc import Iterator
+import contextlib
 import functools
 import hashlib
 import os
@@ -48,6 +50,13 @@ def enable_compilation_cache() -> str | None:
   return str(folder)
 
 
+@contextlib.contextmanager
+def _own_settings() -> Iterator[None]:
+  """Traces as the class says, whatever the importer has set for itself."""
+  with jax.enable_x64(False), jax.default_matmul_precision(None):
+    yield
+
+
 class Programs:
   """Step and head programs of one (config, profile); compiled when needed.
 
@@ -71,7 +80,7 @@ class Programs:
     self._lock = threading.Lock()
 
   def _compile(self, name: tuple, fun: Callable, args: tuple, donate=()):
-    with self._lock:
+    with self._lock, _own_settings():
       if name not in self._compiled:
         lowered = jax.jit(
             fun, donate_argnums=donate,

@@ -9,15 +9,18 @@ proves is recorded in every artifact.
 from collections.abc import Mapping
 import dataclasses
 import hashlib
-import json
+import logging
 import os
-import tempfile
+import pathlib
 import time
 from typing import Any
+import uuid
 
 import numpy as np
 
+from kvgraft_jax import artifact
 from kvgraft_jax import config as config_lib
+from kvgraft_jax import errors
 from kvgraft_jax import hashing
 from kvgraft_jax import model as model_lib
 from kvgraft_jax import numerics
@@ -25,6 +28,7 @@ from kvgraft_jax import paths
 from kvgraft_jax import programs as programs_lib
 
 VERSION = 1
+_LOG = logging.getLogger(__name__)
 # A case is a list of steps; each is (rows of the program, valid rows).
 Schedule = list[tuple[int, int]]
 
@@ -240,17 +244,37 @@ def load_or_run(
   key = hashing.json_sha256('kvgraft.selftest', {
       'version': VERSION, 'shapes': shapes, 'profile': profile.factors()})
   path = paths.cache_dir() / 'selftest' / f'{key}.json'
+  report = _load(path, key)
+  if report is None:
+    _LOG.info('self-test of %s in %s, once on this machine; up to a minute or'
+              ' two', config.name, profile.dtype)
+    report = run(config, profile, params, progress)
+    _keep(path, key, report)
+  return report
+
+
+def _load(path: pathlib.Path, key: str) -> Report | None:
+  """Returns a kept report; None unless it is whole and of this key.
+
+  What is exact rests on it, so a report that was altered is not believed.
+  """
   try:
-    return Report.from_json(json.loads(path.read_text(encoding='utf-8')))
-  except (OSError, ValueError, KeyError, TypeError):
-    pass
-  report = run(config, profile, params, progress)
+    value = artifact.parse_signed(path.read_bytes(), str(path))
+    return Report.from_json(value['report']) if value['key'] == key else None
+  except (OSError, errors.DamageError, KeyError):
+    return None
+
+
+def _keep(path: pathlib.Path, key: str, report: Report) -> None:
+  data = artifact.sign(hashing.canonical_json(
+      {'key': key, 'report': report.to_json()}))
+  temporary = path.with_name(f'{key}.{uuid.uuid4().hex}')
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        'w', dir=path.parent, delete=False, encoding='utf-8') as f:
-      json.dump(report.to_json(), f)
-    os.replace(f.name, path)
+    try:
+      temporary.write_bytes(data)
+      os.replace(temporary, path)
+    finally:
+      temporary.unlink(missing_ok=True)
   except OSError:
     pass  # A read-only cache only costs the next process the same seconds.
-  return report

@@ -73,6 +73,7 @@ def _kvstore_spec(url: str) -> dict[str, Any]:
       spec = ts.KvStore.Spec(url).to_json()
     else:
       path = os.path.abspath(os.path.expanduser(url))
+      path.encode('utf-8')  # TensorStore takes no other names.
       spec = {'driver': 'file', 'path': path}
   except (ValueError, TypeError) as e:
     raise errors.UsageError(
@@ -81,6 +82,8 @@ def _kvstore_spec(url: str) -> dict[str, Any]:
     raise errors.UsageError(
         f'store {url!r:.200} uses driver {spec["driver"]!r}, expected one of'
         f' {_DRIVERS}')
+  if spec['driver'] == 'file' and not spec.get('path'):
+    raise errors.UsageError(f'store {url!r:.200} has no path; give one')
   if spec['driver'] == 's3':
     spec.setdefault('use_conditional_write', True)
   spec['path'] = spec.get('path', '').rstrip('/') + '/'

@@ -212,12 +212,12 @@ def test_generation_ends_where_the_capacity_does(fresh):
   small = model_helpers.tiny(capacity=153)
   context = small.prefill(_IDS)
   found, = context.generate(10, stop_ids=())
-  assert found.finish_reason == 'length' and len(found.token_ids) == 3
+  assert found.finish_reason == 'capacity' and len(found.token_ids) == 3
   assert found.token_ids == fresh.fork().generate(
       3, stop_ids=())[0].token_ids
   assert context.length == 153
   more, = context.generate(10, stop_ids=())
-  assert more.token_ids == [] and more.finish_reason == 'length'
+  assert more.token_ids == [] and more.finish_reason == 'capacity'
   with pytest.raises(errors.CapacityError, match='154 tokens .* 153'):
     context.extend([5])
 

@@ -1,5 +1,7 @@
 """Recomputes stored blocks from the blocks in front of them.
 
+Sliding and global layers are stored, and counted, as blocks of their own.
+
 Any block can be checked alone; all of them together prove the artifact.
 """
 
@@ -31,7 +33,7 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   flags.require(args, 'artifact')
   store = common.open_store(args)
   manifest = store.find(args.artifact)
-  model = common.load_model(args)
+  model = common.load_model(args, manifest)
   began = time.perf_counter()
   with common.Progress('audit') as bar:
     report = kvgraft_jax.audit(

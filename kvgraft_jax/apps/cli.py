@@ -23,7 +23,27 @@ _HELP = ('-h', '-help', '--help', '--helpshort', '--helpfull')
 
 def start(name: str) -> None:
   """Runs a command with this process's arguments, then exits."""
+  open_streams()
   sys.exit(execute(name, sys.argv[1:]))
+
+
+def open_streams() -> None:
+  """Keeps files from taking a closed stream's number, where libraries log."""
+  for fd in range(3):
+    try:
+      os.fstat(fd)
+    except OSError:
+      os.open(os.devnull, os.O_RDWR)
+
+
+def warn(text: str, end: str = '\n') -> None:
+  """Writes to stderr; that nobody can read it is no error."""
+  try:
+    sys.stderr.write(text + end)
+    sys.stderr.flush()
+  except (AttributeError, OSError, ValueError):
+    # Closed or full: else the last flush would fail once more.
+    sys.stderr = open(os.devnull, 'w', encoding='utf-8')
 
 
 def show(text: str) -> int:
@@ -57,6 +77,9 @@ def execute(name: str, argv: Sequence[str]) -> int:
     if any(a in _HELP for a in argv):
       return show(_help(name, command, values))
     flags.parse(values, argv)
+    if sys.stdout is None:
+      raise errors.UsageError(
+          'stdout is closed, expected somewhere to write the result')
     code, result = command.run(values)
     return max(code, show(json.dumps(result, allow_nan=False) + '\n'))
   except BrokenPipeError:
@@ -68,7 +91,7 @@ def execute(name: str, argv: Sequence[str]) -> int:
     if shown:
       traceback.print_exc()
     line, code = _describe(e)
-  print(f'kvgraft {name}: {" ".join(line.split())}', file=sys.stderr)
+  warn(f'kvgraft {name}: {" ".join(line.split())}')
   return code
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import kvgraft_jax
 from kvgraft_jax import errors
 from kvgraft_jax import tokenizer as tokenizer_lib
+from kvgraft_jax.apps import cli
 
 _IMPORTED = time.monotonic()
 
@@ -31,7 +32,7 @@ def process_age_s() -> float:
 
 def note(text: str) -> None:
   """Prints a line for people on stderr."""
-  print(f'kvgraft: {text}', file=sys.stderr, flush=True)
+  cli.warn(f'kvgraft: {text}')
 
 
 def say(text: str) -> None:
@@ -50,7 +51,7 @@ class Progress:
 
   def __init__(self, label: str):
     self._label = label
-    self._on = sys.stderr.isatty()
+    self._on = sys.stderr is not None and sys.stderr.isatty()
     self._began = self._drawn = time.monotonic()
     self._width = 0
 
@@ -59,8 +60,7 @@ class Progress:
 
   def __exit__(self, *unused_exc_info) -> None:
     if self._width:
-      sys.stderr.write('\r' + ' ' * self._width + '\r')
-      sys.stderr.flush()
+      cli.warn('\r' + ' ' * self._width, '\r')
 
   @property
   def callback(self):
@@ -76,8 +76,7 @@ class Progress:
     filled = 24 * done // max(total, 1)
     line = (f'{self._label} [{"#" * filled}{"." * (24 - filled)}]'
             f' {done:,}/{total:,} {now - self._began:.0f} s')
-    sys.stderr.write('\r' + line.ljust(self._width))
-    sys.stderr.flush()
+    cli.warn('\r' + line.ljust(self._width), '')
     self._width = max(self._width, len(line))
 
 
@@ -95,17 +94,26 @@ def _listen() -> None:
     logger.setLevel(logging.INFO)
 
 
-def load_model(args: Any) -> kvgraft_jax.Model:
-  """Returns the model that the flags name, with its self-test done."""
+def load_model(args: Any, manifest: Any = None) -> kvgraft_jax.Model:
+  """Returns the model that the flags name, with its self-test done.
+
+  Given a manifest, what cannot match it is refused in front of the self-test.
+  """
   if args.threads:
     # Read by XLA when it makes the CPU client, which no import does.
     os.environ['NPROC'] = str(args.threads)
   _listen()
+
+  def check(model: kvgraft_jax.Model) -> None:
+    from kvgraft_jax import grafting  # Imports jax; --help does not.
+    if manifest is not None:
+      grafting.check_early(model, manifest)
+
   with Progress('self-test') as bar:
     update = bar.callback
     return kvgraft_jax.load_model(
         args.model, dtype=args.dtype, chunk=args.chunk, tile=args.tile,
-        page=args.page, capacity=args.capacity,
+        page=args.page, capacity=args.capacity, check=check,
         progress=update and (lambda case, done, total: update(done, total)))
 
 

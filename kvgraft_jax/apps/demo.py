@@ -66,8 +66,8 @@ def _story(args: Any, scratch: str, where: str) -> tuple[int, dict[str, Any]]:
 
   common.say(f'1. A first process computes {os.path.basename(document)} with'
              f' {args.model} ({args.dtype}) and stores its KV state.')
-  common.say('   (A first use converts the weights, compiles and runs the'
-             ' self-test: 1 to 2 minutes.)')
+  common.say('   (The first use on a machine also converts the weights,'
+             ' compiles and runs the self-test: some minutes.)')
   deposit = _deposit(args, document, where)
   if deposit['existed']:
     common.say(f'   It was in {where} already; nothing was computed.')

@@ -42,8 +42,9 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   what = inputs.require_input(args, 'text_file')
   store = common.open_store(args, create=True)
   parent = store.find(args.parent) if args.parent else None
-  start = (args.parent_length or parent.fields.end) if parent else 0
-  model = common.load_model(args)
+  start = (inputs.graft_length(store, parent, args.parent_length)
+           if parent else 0)
+  model = common.load_model(args, parent)
   ids = inputs.to_ids(args, model, what, start)
   merges = False
   if parent and isinstance(what, str):

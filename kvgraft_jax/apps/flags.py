@@ -165,7 +165,7 @@ def _read_config(path: str) -> dict[str, Any]:
   try:
     found = runpy.run_path(path).get('get_config')
     values = found() if callable(found) else None
-  except Exception as e:  # Whatever the file's code does wrong.
+  except (Exception, SystemExit) as e:  # Whatever the file's code does.
     raise errors.UsageError(
         f'--config={path}: {type(e).__name__}: {e}; correct the file') from None
   if not isinstance(values, dict):

@@ -29,7 +29,8 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   what = inputs.require_input(args)
   model = common.load_model(args)
   ids = inputs.to_ids(args, model, what, 0)
-  model.warm_up(len(ids), len(ids))
+  model.warm_up(len(ids), len(ids), num_samples=args.num_samples,
+                max_new_tokens=args.max_new_tokens)
   startup_s = common.process_age_s()
 
   def build() -> kvgraft_jax.Context:

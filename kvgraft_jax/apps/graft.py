@@ -47,20 +47,22 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   what = inputs.read_input(args)
   store = common.open_store(args)
   manifest = store.find(args.artifact)
-  length = manifest.fields.end if args.length is None else args.length
+  length = inputs.graft_length(store, manifest, args.length)
   if args.deposit_as:
     store_lib.check_name(args.deposit_as)
     if args.deposit_as in store.names():
       raise errors.UsageError(
           f'name {args.deposit_as!r} is taken; choose another name')
-  model = common.load_model(args)
-  ids = [] if what is None else inputs.to_ids(args, model, what, max(length, 1))
+  strict = args.on_mismatch == 'fail' and not args.recompute
+  model = common.load_model(args, manifest if strict else None)
+  from kvgraft_jax import grafting  # Imports jax; --help does not.
+  grafting.check_block(model, args.block)
+  ids = [] if what is None else inputs.to_ids(args, model, what, length)
   record = bool(args.deposit_as)
 
   def build() -> kvgraft_jax.Context:
     with common.Progress('recompute') as bar:
       if args.recompute:
-        from kvgraft_jax import grafting  # Imports jax; --help does not.
         return grafting.recompute(
             model, store, manifest, length, record=record,
             progress=bar.callback)
@@ -68,8 +70,10 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
           model, store, manifest, length, args.on_mismatch, record=record,
           progress=bar.callback)
 
-  model.warm_up(max(length, 1) + len(ids),
-                length if args.recompute else max(len(ids), 1))
+  model.warm_up(length + len(ids),
+                length if args.recompute else max(len(ids), 1),
+                num_samples=args.num_samples,
+                max_new_tokens=args.max_new_tokens)
   startup_s = common.process_age_s()
   context, result = continuation.answer(options, build, ids)
   if not context.exact:

@@ -165,6 +165,19 @@ def chain_tokens(
   return grafting.chain_tokens(store, grafting.chain(store, ref, length))
 
 
+def graft_length(
+    store: kvgraft_jax.Store, ref: Any, length: int | None
+) -> int:
+  """Returns the positions that a graft takes, once they are known to be there.
+
+  Raises:
+    UsageError: if `length` is not one of 1 to the artifact's end.
+    DamageError: if a parent is lost.
+  """
+  from kvgraft_jax import grafting  # Imports jax, which --help does not need.
+  return grafting.chain(store, ref, length)[-1].stop
+
+
 def boundary_merges(
     model: kvgraft_jax.Model, before: Sequence[int],
     text: str | list[Any] | None,
@@ -179,7 +192,8 @@ def boundary_merges(
     return False
   common.note(
       f'{tail[-12:]!r} and {text[:12]!r} would be tokenized otherwise as one'
-      ' text; they are kept apart')
+      ' text; they are kept apart, and results stay exact (end the text without'
+      ' a blank, or begin the next one with it)')
   return True
 
 

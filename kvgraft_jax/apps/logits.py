@@ -35,8 +35,10 @@ def define(fv: absl_flags.FlagValues) -> None:
 def run(args: Any) -> tuple[int, dict[str, Any]]:
   """Computes and writes logits; returns exit code and JSON."""
   flags.require(args, 'tokens_file', 'out')
-  folder = os.path.dirname(os.path.abspath(args.out))
-  if not os.path.isdir(folder) or os.path.isdir(args.out):
+  path = os.path.realpath(args.out)  # A link stays, a device is not replaced.
+  folder = os.path.dirname(path)
+  if not os.path.isdir(folder) or (
+      os.path.exists(path) and not os.path.isfile(path)):
     raise errors.UsageError(
         f'--out={args.out}: expected a file in an existing directory; make'
         f' {folder} or give another path')
@@ -45,7 +47,7 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   model = common.load_model(args)
   ids = inputs.to_ids(args, model, what, 0)
   logits = model.context().logits_of(ids, rows)
-  _write(args.out, folder, np.asarray(rows, np.int64), logits)
+  _write(path, folder, np.asarray(rows, np.int64), logits)
   common.note(f'{len(rows)} rows of {logits.shape[1]:,} logits: {args.out}')
   return 0, {
       'out': args.out, 'sha256': [hashing.logits_sha256(x) for x in logits],

@@ -52,12 +52,13 @@ def main(argv: Sequence[str]) -> int:
   close = difflib.get_close_matches(name, COMMANDS, 1)
   hint = f'did you mean {close[0]}?' if close else 'see `kvgraft --help`'
   found = f'there is no command {name!r}' if name else 'no command was given'
-  print(f'kvgraft: {found}; {hint}', file=sys.stderr)
+  cli.warn(f'kvgraft: {found}; {hint}')
   return 2
 
 
 def run() -> None:
   """Runs the console script."""
+  cli.open_streams()
   sys.exit(main(sys.argv[1:]))
 
 

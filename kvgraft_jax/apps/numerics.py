@@ -1,7 +1,8 @@
 """What fixes the bits here: the profile, its class and the self-test.
 
-More is measured and reported, and never changes the class: threads, in
-processes of their own, and slices of every matmul's columns.
+More is measured, for information: other numbers of threads, in processes of
+their own, and slices of every matmul's columns. The class does not change by it
+(threads stay a factor of the class).
 """
 
 import os
@@ -42,7 +43,7 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   common.say(f'self-test {report.version}: {report.tokens} tokens, two layers,'
              f' {report.elapsed_s:.1f} s')
   for name, proved in report.invariances.items():
-    needed = ' (needed)' if name in numerics.REQUIRED else ''
+    needed = ' (exactness needs it)' if name in numerics.REQUIRED else ''
     common.say(f'    {name:{width}}  {_WORDS[proved]}{needed}')
   common.say('equal bits are promised' if report.exact
              else 'NO equal bits are promised here')

@@ -45,9 +45,10 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   store = common.open_store(args) if args.artifact else None
   manifest = store.find(args.artifact) if store else None
   start = 0
-  if manifest is not None:
-    start = manifest.fields.end if args.length is None else args.length
-  model = common.load_model(args)
+  if store is not None and manifest is not None:
+    start = inputs.graft_length(store, manifest, args.length)
+  model = common.load_model(
+      args, manifest if args.on_mismatch == 'fail' else None)
   # Without a continuation the prompt is it, behind bos or the artifact.
   front: list[int] = []
   last = prompt

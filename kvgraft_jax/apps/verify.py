@@ -29,7 +29,8 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   flags.require(args, 'artifact')
   store = common.open_store(args)
   manifest = store.find(args.artifact)
-  model = common.load_model(args)
+  model = common.load_model(
+      args, manifest if args.on_mismatch == 'fail' else None)
   began = time.perf_counter()
   with common.Progress('verify') as bar:
     report = kvgraft_jax.verify(

@@ -134,8 +134,9 @@ def _from_gguf(
     files: Sequence[str | os.PathLike[str]], content: str, spec: str, dtype: str
 ) -> Checkpoint:
   def open_source() -> gguf_gemma.GemmaGguf:
+    source = gguf_gemma.GemmaGguf(gguf.GgufFile(files))
     _LOG.info('converting %s to %s, once; this takes a minute', spec, dtype)
-    return gguf_gemma.GemmaGguf(gguf.GgufFile(files))
+    return source
 
   entry = native.load_or_convert(content, dtype, open_source)
   return Checkpoint(
