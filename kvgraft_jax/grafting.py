@@ -175,14 +175,28 @@ def _origin(manifest: artifact_lib.Manifest) -> str:
   return f' ({source!s:.80})' if source else ''
 
 
+def _recorded_class(
+    manifest: artifact_lib.Manifest
+) -> dict[str, str] | None:
+  """Returns the artifact's class, None unless it is the one of its key.
+
+  It stands in the outer section, which no id covers.
+  """
+  found = manifest.profile.get('class')
+  if isinstance(found, dict) and (
+      numerics.class_fingerprint(found) == manifest.fields.numerics_class):
+    return found
+  return None
+
+
 def check_early(
     model: engine.Model, manifest: artifact_lib.Manifest
 ) -> None:
   """Raises what can be known to differ before any self-test has run."""
   _check_model(model, manifest)
-  differs = numerics.first_difference(
-      numerics.certain(manifest.profile.get('factors', {})),
-      numerics.certain(model.profile.factors()))
+  theirs = _recorded_class(manifest)
+  differs = theirs and numerics.first_difference(
+      numerics.certain(theirs), numerics.certain(model.profile.factors()))
   if differs:
     raise _mismatch(manifest, *differs)
 
@@ -205,13 +219,11 @@ def _check_class(
   theirs_hash = manifest.fields.numerics_class
   report = model.self_test()
   if numerics.class_fingerprint(ours) != theirs_hash:
-    theirs = manifest.profile.get('class', {})
-    if numerics.class_fingerprint(theirs) == theirs_hash:
-      factor, a, b = numerics.first_difference(theirs, ours) or ('', '', '')
-    else:
-      factor = 'numerics class'
-      a, b = theirs_hash[:16], numerics.class_fingerprint(ours)[:16]
-    raise _mismatch(manifest, factor, a, b)
+    theirs = _recorded_class(manifest)
+    differs = theirs and numerics.first_difference(theirs, ours)
+    raise _mismatch(manifest, *(differs or (
+        'numerics class', theirs_hash[:16],
+        numerics.class_fingerprint(ours)[:16])))
   if not report.exact:
     failed = ', '.join(
         n for n in numerics.REQUIRED if not report.invariances.get(n))
@@ -460,10 +472,12 @@ def deposit(
       parent=parent_key, start=start, end=start + len(own),
       tokens_sha256=hashing.tokens_sha256(own), block=block, sliding=sliding)
   existing = store.get(fields.key)
-  if name is not None and existing is None and name in store.names():
+  taken = None if name is None else store.name_target(name)
+  # The name of an artifact that was removed and is deposited again is its own.
+  if existing is None and taken is not None and taken[1] != fields.key:
     raise errors.UsageError(
-        f'name {name!r} is taken by artifact {store.names()[name][:12]}; choose'
-        ' another name')
+        f'name {name!r} is taken by artifact {taken[0][:12]}; choose another'
+        ' name')
   if existing is not None:
     if name is not None:
       store.set_name(name, existing)

@@ -221,6 +221,20 @@ class Store:
     return {name: value['id'] for name, value in self._read_names().items()
             if isinstance(value, dict)}
 
+  def name_target(self, name: str) -> tuple[str, str] | None:
+    """Returns the (id, key) that a name holds, None if it is free.
+
+    Raises:
+      UsageError: if `name` cannot be a name.
+      DamageError: if what it holds is damaged.
+    """
+    check_name(name)
+    data = self._load(f'names/{name}')
+    if data is None:
+      return None
+    value = self._parse_name(name, data)
+    return value['id'], value['key']
+
   def set_name(self, name: str, ref: str | artifact.Manifest) -> None:
     """Names an artifact; a name is never moved.
 

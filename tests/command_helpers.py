@@ -8,6 +8,7 @@ import pathlib
 import pytest
 
 import cli_helpers
+from kvgraft_jax import grafting
 from kvgraft_jax.apps import common
 from kvgraft_jax.apps import main
 
@@ -19,11 +20,13 @@ def kept_models():
   """Keeps loaded models, so that a program is compiled once."""
   load, models = common.load_model, {}
 
-  def load_once(args):
+  def load_once(args, manifest=None):
     key = tuple(getattr(args, name) for name in (
         'model', 'dtype', 'chunk', 'tile', 'page', 'capacity', 'threads'))
     if key not in models:
-      models[key] = load(args)
+      models[key] = load(args, manifest)
+    elif manifest is not None:
+      grafting.check_early(models[key], manifest)
     return models[key]
 
   with pytest.MonkeyPatch.context() as patch:

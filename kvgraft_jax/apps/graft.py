@@ -8,7 +8,6 @@ from absl import flags as absl_flags
 
 import kvgraft_jax
 from kvgraft_jax import errors
-from kvgraft_jax import store as store_lib
 from kvgraft_jax.apps import cli
 from kvgraft_jax.apps import common
 from kvgraft_jax.apps import continuation
@@ -49,8 +48,7 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   manifest = store.find(args.artifact)
   length = inputs.graft_length(store, manifest, args.length)
   if args.deposit_as:
-    store_lib.check_name(args.deposit_as)
-    if args.deposit_as in store.names():
+    if store.name_target(args.deposit_as) is not None:
       raise errors.UsageError(
           f'name {args.deposit_as!r} is taken; choose another name')
   strict = args.on_mismatch == 'fail' and not args.recompute
