@@ -207,7 +207,7 @@ def _mismatch(
   return errors.ClassMismatchError(
       f'artifact {manifest.id[:12]}: numerics differ in {factor}, expected'
       f' {theirs or "none"}, found {ours or "none"}; bits may differ: deposit'
-      ' again here, or pass --on_mismatch=recompute or --on_mismatch=inexact',
+      ' again here, or graft with --on_mismatch=recompute or =inexact',
       factor)
 
 

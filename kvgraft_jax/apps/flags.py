@@ -42,7 +42,7 @@ def model(fv: flags.FlagValues) -> None:
         lower_bound=2, flag_values=fv)
   flags.DEFINE_integer(
       'threads', None, 'CPU threads; all cores by default.', lower_bound=1,
-      flag_values=fv)
+      upper_bound=1024, flag_values=fv)
 
 
 def store(fv: flags.FlagValues) -> None:
