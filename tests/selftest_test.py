@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvgraft_jax import layers
+from kvgraft_jax import model as model_lib
 from kvgraft_jax import numerics
 from kvgraft_jax import selftest
 import model_helpers
@@ -163,4 +164,9 @@ def test_a_slot_dependence_is_found(model, monkeypatch):
 def _short(model):
   """Runs the self-test on a profile of few programs."""
   profile = dataclasses.replace(model.profile, chunk=4, tile=2)
-  return selftest.run(model.config, profile, model.params)
+  # Layers are traced once; a patched one must neither be missed nor stay.
+  model_lib._layer.clear_cache()
+  try:
+    return selftest.run(model.config, profile, model.params)
+  finally:
+    model_lib._layer.clear_cache()
