@@ -272,7 +272,7 @@ class Context:
     slots = self.model.slots_for(total)
     if self._cache is None:
       self._cache = programs.empty_cache(1, slots)
-    elif self._cache.capacity < slots:
+    else:
       self._cache = grow(self._cache, slots)
     if self._record:
       if self._recorder is None:
@@ -295,18 +295,6 @@ class Context:
     self.tokens_computed += valid
     return hidden[0], valid
 
-  def _recompute_last(self) -> None:
-    """Makes the hidden row of the last position, which no store holds."""
-    if not self.tokens:
-      raise errors.UsageError(
-          'logits: expected at least one token in the context, found none')
-    self.compute()
-    if self._last is None:
-      self._done -= 1
-      if self.tokens_restored > self._done:
-        self.tokens_restored = self._done
-      self.compute()
-
   def logits(self) -> np.ndarray:
     """Returns float32 [V], the logits behind the last token.
 
@@ -317,8 +305,18 @@ class Context:
     return self.head(self.last_hidden()[None])[0]
 
   def last_hidden(self) -> jax.Array:
-    """Returns the hidden row [D] of the last token."""
-    self._recompute_last()
+    """Returns the hidden row [D] of the last token.
+
+    No store holds it: a grafted context runs its last position for it.
+    """
+    if not self.tokens:
+      raise errors.UsageError(
+          'logits: expected at least one token in the context, found none')
+    self.compute()
+    if self._last is None:
+      self._done -= 1
+      self.tokens_restored = min(self.tokens_restored, self._done)
+      self.compute()
     assert self._last is not None
     return self._last
 
@@ -439,8 +437,7 @@ class Context:
   def grown_cache(self, slots: int) -> cache_lib.KVCache:
     """Returns a cache of `slots` global slots with all tokens computed."""
     self.compute()
-    return grow(self.cache, slots) if self.cache.capacity < slots else (
-        self.cache)
+    return grow(self.cache, slots)
 
   def logits_sha256(self) -> str:
     """Returns the SHA-256 of `logits()` as little-endian float32."""
@@ -465,6 +462,8 @@ class Context:
 
 def grow(cache: cache_lib.KVCache, slots: int) -> cache_lib.KVCache:
   """Returns the same cache with room for `slots` global positions."""
+  if cache.capacity >= slots:
+    return cache
   kind = config_lib.GLOBAL
 
   def pad(array):

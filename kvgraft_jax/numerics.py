@@ -29,8 +29,9 @@ _CPU_FEATURES = (
     'asimddp', 'bf16', 'i8mm', 'sve', 'sve2',
 )
 
-# Factors that a proven invariance of the self-test removes from the class.
-_PROVEN_BY = {'chunk': 'chunk', 'tile': 'tile'}
+# Factors that the self-test's invariance of the same name removes from the
+# class once it is proven.
+_PROVABLE = ('chunk', 'tile')
 # Without these no two computations can be promised equal bits. A chunk that is
 # not proven stays in the class instead: then all use the same one.
 REQUIRED = ('run', 'slot', 'neighbours', 'capacity', 'tile')
@@ -104,16 +105,13 @@ def numerics_class(
     profile: of the programs that the self-test ran.
     invariances: name -> True, False or None (not tested), from the self-test.
   """
-  result = profile.factors()
-  for factor, name in _PROVEN_BY.items():
-    if invariances.get(name):
-      del result[factor]
-  return result
+  return {k: v for k, v in profile.factors().items()
+          if k not in _PROVABLE or not invariances.get(k)}
 
 
 def certain(factors: Mapping[str, str]) -> dict[str, str]:
   """Returns the factors that no self-test can remove from a class."""
-  return {k: v for k, v in factors.items() if k not in _PROVEN_BY}
+  return {k: v for k, v in factors.items() if k not in _PROVABLE}
 
 
 def class_fingerprint(factors: Mapping[str, str]) -> str:
