@@ -21,6 +21,7 @@ from kvgraft_jax import cache as cache_lib
 from kvgraft_jax import config as config_lib
 from kvgraft_jax import decode
 from kvgraft_jax import errors
+from kvgraft_jax import experts
 from kvgraft_jax import hashing
 from kvgraft_jax import numerics
 from kvgraft_jax import programs as programs_lib
@@ -53,11 +54,12 @@ class Model:
 
   Attributes:
     config: the architecture.
-    params: weights on the device.
+    params: weights on the device; experts in bfloat16 are uint16 on the CPU.
     tokenizer: None where the source has none.
     fingerprint: hex, of the weights' content and the config.
     tokenizer_fingerprint: hex or 'none'.
     template_fingerprint: hex or 'none'.
+    chat_template: text of the checkpoint's own, or None.
     profile: numerics.
     source: what the model was loaded from.
     capacity: most positions a context may take.
@@ -70,10 +72,13 @@ class Model:
   ):
     self.config = checkpoint.config
     self.params = jax.tree.map(jax.device_put, checkpoint.params)
+    if self.config.num_experts and jax.default_backend() == 'cpu':
+      self.params = experts.as_bits(self.params)
     self.tokenizer = checkpoint.tokenizer
     self.fingerprint = checkpoint.model_fingerprint
     self.tokenizer_fingerprint = checkpoint.tokenizer_fingerprint
     self.template_fingerprint = checkpoint.template_fingerprint
+    self.chat_template = checkpoint.template
     self.source = checkpoint.source
     self.profile = profile
     self.programs = programs_lib.Programs(self.config, profile, self.params)
@@ -171,8 +176,10 @@ class Model:
       left -= rows
     if num_samples > 1:
       longest = min(length + max_new_tokens, self.capacity)
-      self.programs.step(
-          self.profile.tile, decode.BATCH, self.slots_for(longest))
+      shape = self.profile.tile, decode.BATCH, self.slots_for(longest)
+      self.programs.step(*shape)
+      if self.config.shared_layers:
+        self.programs.sharers(*shape)
     cache = self.programs.empty_cache(1, slots)
     hidden, _ = self.programs.run_step(
         self.params, cache, np.zeros((1, self.profile.tile), np.int32),
@@ -263,7 +270,7 @@ class Context:
     while self._done < total:
       self._step(total)
       if progress:
-        jax.block_until_ready(self._last)
+        jax.block_until_ready(self.cache)
         progress(self._done, total)
 
   def _prepare(self, rows: int, total: int) -> None:
@@ -280,20 +287,36 @@ class Context:
             self.model.config, self.model.profile, 0)
       self._recorder.before_step(self._cache, self._done, rows)
 
-  def _step(self, total: int) -> tuple[jax.Array, int]:
-    """Runs the next rows; returns their hidden rows [R, D] and how many."""
+  def _step(
+      self, total: int, every: bool = False
+  ) -> jax.Array | np.ndarray:
+    """Runs the next rows.
+
+    Args:
+      total: positions to run in all.
+      every: whether all hidden rows are wanted, or the last of `total` alone.
+
+    Returns:
+      The wanted hidden rows [n, D]; on the host if every one is wanted.
+    """
     at, left = self._done, total - self._done
     rows = self.model.rows_for(left)
     self._prepare(rows, total)
     valid = min(rows, left)
     step = np.zeros((1, rows), np.int32)
     step[0, :valid] = self.tokens[at:at + valid]
+    wanted = None
+    if not every:
+      wanted = (valid - 1, valid) if valid == left else (0, 0)
     hidden, self._cache = self.model.programs.run_step(
-        self.model.params, self.cache, step, np.asarray([at], np.int32))
-    self._last = hidden[0, valid - 1]
+        self.model.params, self.cache, step, np.asarray([at], np.int32),
+        wanted)
+    self._last = None
+    if hidden.shape[1]:
+      self._last = hidden[0, valid - 1 if every else 0]
     self._done += valid
     self.tokens_computed += valid
-    return hidden[0], valid
+    return np.asarray(hidden[0])[:valid] if every else hidden[0]
 
   def logits(self) -> np.ndarray:
     """Returns float32 [V], the logits behind the last token.
@@ -336,8 +359,7 @@ class Context:
     self.tokens += tokens
     parts = [np.zeros((0, self.model.config.width), np.float32)]
     while self._done < self.length:
-      hidden, valid = self._step(self.length)
-      parts.append(np.asarray(hidden)[:valid])
+      parts.append(np.asarray(self._step(self.length, every=True)))
     return np.concatenate(parts)
 
   def logits_of(
@@ -513,7 +535,7 @@ def load_model(
   programs_lib.enable_compilation_cache()
   checkpoint = resolve.resolve(spec, dtype)
   default_tile = None
-  if checkpoint.config.name == 'tiny':
+  if checkpoint.config.name in config_lib.TINY_PRESETS:
     chunk, page = chunk or 32, page or 16
     default_tile = min(4, chunk)
   profile = numerics.default_profile(

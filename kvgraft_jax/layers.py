@@ -52,16 +52,18 @@ def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def rms_norm(
-    x: jax.Array, scale: jax.Array, inv_size: jax.Array, eps: jax.Array,
+    x: jax.Array, scale: jax.Array | None, inv_size: jax.Array, eps: jax.Array,
     one: jax.Array,
 ) -> jax.Array:
   """Returns x / sqrt(mean(x^2) + eps) * scale over the last axis, float32.
 
   Root mean square layer normalisation, arXiv:1910.07467. `scale` is the
-  effective multiplier (Gemma 3 stores w and uses 1 + w).
+  effective multiplier (Gemma 3 stores w and uses 1 + w); None for none.
   """
   mean_square = tree_sum(x * x * one) * inv_size
   inv_rms = lax.rsqrt(mean_square * one + eps)
+  if scale is None:
+    return x * inv_rms
   scale = jnp.expand_dims(scale, tuple(range(x.ndim - scale.ndim)))
   return x * inv_rms * scale
 
@@ -79,6 +81,15 @@ def gelu_tanh(
   """
   bent = x + cubic * (x * x * x) * one
   return x * 0.5 * (1.0 + jnp.tanh(inner * bent) * one)
+
+
+def gated(
+    both: jax.Array, inner: jax.Array, cubic: jax.Array, one: jax.Array
+) -> jax.Array:
+  """Returns gelu(gate) * up, float32 [M, F]; both [M, 2F], gate first."""
+  hidden = both.shape[-1] // 2
+  gate = gelu_tanh(both[:, :hidden], inner, cubic, one)
+  return gate * both[:, hidden:]
 
 
 def rotary(

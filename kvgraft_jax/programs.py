@@ -10,6 +10,7 @@ import threading
 from typing import Any
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
@@ -57,8 +58,25 @@ def _own_settings() -> Iterator[None]:
     yield
 
 
+@functools.partial(jax.jit, static_argnames='size')
+def _slice(hidden: jax.Array, first: jax.Array, size: int) -> jax.Array:
+  return lax.dynamic_slice_in_dim(hidden, first, size, axis=1)
+
+
+def _cut(hidden: jax.Array, first: int, size: int) -> jax.Array:
+  """Returns rows [first, first + size) of axis 1; compiled once a size."""
+  if size == hidden.shape[1]:
+    return hidden
+  return _slice(hidden, np.int32(first), size)
+
+
 class Programs:
   """Step and head programs of one (config, profile); compiled when needed.
+
+  A model whose last layers share keys and values has two programs a step,
+  always: one for the owners, one for the sharers. So no value is ever computed
+  by another kind of program, and rows whose hidden state nobody asks for skip
+  the sharers.
 
   Attributes:
     hlo_sha256: program name -> SHA-256 of its StableHLO without locations.
@@ -93,10 +111,35 @@ class Programs:
       return self._compiled[name]
 
   def step(self, rows: int, batch: int, capacity: int) -> Callable:
-    """Returns the compiled `model.step` for this shape; donates the cache."""
+    """Returns the compiled `model.owners` for this shape; donates the cache.
+
+    Where no layer shares keys and values these are all layers.
+    """
     name = ('step', rows, batch, capacity)
     if name in self._compiled:
       return self._compiled[name]
+    fun = functools.partial(
+        model_lib.owners, config=self.config, profile=self.profile)
+    cache, tokens, starts, rope = self._step_shapes(rows, batch, capacity)
+    return self._compile(
+        name, fun, (self._params, cache, tokens, starts, rope), donate=(1,))
+
+  def sharers(self, rows: int, batch: int, capacity: int) -> Callable:
+    """Returns the compiled `model.sharers`; donates the cache."""
+    name = ('sharers', rows, batch, capacity)
+    if name in self._compiled:
+      return self._compiled[name]
+    fun = functools.partial(
+        model_lib.sharers, config=self.config, profile=self.profile)
+    cache, tokens, starts, rope = self._step_shapes(rows, batch, capacity)
+    hidden = jax.ShapeDtypeStruct(
+        tokens.shape + (self.config.width,), np.float32)
+    return self._compile(
+        name, fun, (self._params, cache, hidden, tokens, starts, rope),
+        donate=(1,))
+
+  def _step_shapes(self, rows: int, batch: int, capacity: int) -> tuple:
+    """Returns shapes of cache, tokens, starts and rope."""
     bits = cache_lib.BITS[self.profile.dtype]
     shapes: dict[str, Any] = {
         kind: jax.ShapeDtypeStruct(shape, bits)
@@ -108,12 +151,8 @@ class Programs:
     for kind in config_lib.KINDS:
       half = self.config.spec(kind).head_dim // 2
       rope[kind] = (jax.ShapeDtypeStruct((batch * rows, half), np.float32),) * 2
-    fun = functools.partial(
-        model_lib.step, config=self.config, profile=self.profile)
-    return self._compile(
-        name, fun,
-        (self._params, cache, jax.ShapeDtypeStruct((batch, rows), np.int32),
-         jax.ShapeDtypeStruct((batch,), np.int32), rope), donate=(1,))
+    return (cache, jax.ShapeDtypeStruct((batch, rows), np.int32),
+            jax.ShapeDtypeStruct((batch,), np.int32), rope)
 
   def head(self) -> Callable:
     """Returns the compiled `model.head` for one tile of rows."""
@@ -134,6 +173,7 @@ class Programs:
   def run_step(
       self, params: model_lib.Params, cache: cache_lib.KVCache,
       tokens: np.ndarray, starts: np.ndarray,
+      wanted: tuple[int, int] | None = None,
   ) -> tuple[jax.Array, cache_lib.KVCache]:
     """Runs one step; the bound of the cache is checked here, on the host.
 
@@ -142,20 +182,38 @@ class Programs:
       cache: donated.
       tokens: int32 [B, R], padding included.
       starts: int32 [B].
+      wanted: rows [first, stop) of each sequence whose hidden state matters;
+        None for all. Only layers that share keys and values make use of it.
 
     Returns:
-      hidden float32 [B, R, D] and the new cache.
+      hidden float32 [B, stop - first, D] and the new cache.
     """
     batch, rows = tokens.shape
     if int(starts.max()) + rows > cache.capacity:
       raise AssertionError(
           f'step of {rows} rows at {starts} is past the {cache.capacity} slots')
+    capacity = cache.capacity
+    hidden, cache = self.step(rows, batch, capacity)(
+        params, cache, jnp.asarray(tokens, np.int32),
+        jnp.asarray(starts, np.int32), self._rope(starts, rows))
+    first, stop = wanted or (0, rows)
+    skip = 0
+    if self.config.shared_layers and first < stop:
+      some = rows if stop - first > self.profile.tile else min(
+          rows, self.profile.tile)
+      skip = min(first, rows - some)
+      hidden = _cut(hidden, skip, some)
+      starts = starts + skip
+      hidden, cache = self.sharers(some, batch, capacity)(
+          params, cache, hidden,
+          jnp.asarray(tokens[:, skip:skip + some], np.int32),
+          jnp.asarray(starts, np.int32), self._rope(starts, some))
+    return _cut(hidden, first - skip, stop - first), cache
+
+  def _rope(self, starts: np.ndarray, rows: int) -> dict[str, Any]:
     positions = (starts[:, None] + np.arange(rows)).reshape(-1)
-    rope = {kind: rope_lib.rope_rows(positions, self.config.spec(kind))
+    return {kind: rope_lib.rope_rows(positions, self.config.spec(kind))
             for kind in config_lib.KINDS}
-    program = self.step(rows, batch, cache.capacity)
-    return program(params, cache, jnp.asarray(tokens, np.int32),
-                   jnp.asarray(starts, np.int32), rope)
 
   def fresh_scalars(self) -> dict[str, jax.Array]:
     """Returns the scalars of a new cache; a step donates them with it."""

@@ -1,19 +1,22 @@
-"""The plain forward of Gemma 3 in NumPy: what every fast path is held against.
+"""The plain forward of Gemma in NumPy: what every fast path is held against.
 
 No cache, no pages, no compiled programs, nothing shared with the fast path:
 each formula stands here once, over all positions, in one dtype. Memory grows
 with T * T, so it is for tests and checks of up to a few thousand tokens.
 
 Letters: T tokens, D width, F feed-forward width, N query heads, K key/value
-heads, H head dim, V vocabulary. Norm scales in `params` are the effective
+heads, H head dim, V vocabulary, E experts. Norm scales in `params` are the effective
 multiplier (1 + w already added); matrices are [out, in].
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import functools
 import math
+import operator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from kvgraft_jax import config as config_lib
@@ -23,7 +26,7 @@ _EPS = 1e-6
 _VOCAB_ROWS = 32768  # embedding rows converted at once in the head
 
 
-def rms_norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def rms_norm(x: np.ndarray, scale: np.ndarray | float = 1) -> np.ndarray:
   """Returns x / sqrt(mean(x^2) + 1e-6) * scale over the last axis."""
   mean_square = np.mean(x * x, axis=-1, keepdims=True)
   return x / np.sqrt(mean_square + _EPS) * scale
@@ -80,41 +83,94 @@ def softmax(scores: np.ndarray) -> np.ndarray:
   return weights / weights.sum(axis=-1, keepdims=True)
 
 
-def _attention(
-    layer: Mapping[str, Any], config: config_lib.ModelConfig, kind: str,
+def _project(
+    layer: Mapping[str, Any], config: config_lib.ModelConfig, number: int,
     h: np.ndarray,
-) -> np.ndarray:
-  """Returns the attention branch [T, D] of normed rows `h` [T, D]."""
-  spec = config.spec(kind)
-  length, n, k, dim = len(h), config.num_heads, spec.kv_heads, spec.head_dim
-  attn = layer['attn']
-  qkv = h @ _array(attn['qkv']['w'], h.dtype).T
-  query, key, value = np.split(qkv, [n * dim, (n + k) * dim], axis=-1)
-  query = query.reshape(length, n, dim)
-  key = key.reshape(length, k, dim)
-  value = value.reshape(length, k, dim)
-  query = rms_norm(query, _array(attn['query_norm']['scale'], h.dtype))
-  key = rms_norm(key, _array(attn['key_norm']['scale'], h.dtype))
-  query, key = rotate(query, spec), rotate(key, spec)
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+  """Returns query [T, N, H], key and value [T, K, H] of normed rows [T, D].
 
-  mask = attention_mask(length, spec.window)
+  Key and value are None in a layer that shares those of another.
+  """
+  kind = config.layers[number]
+  spec, attn = config.spec(kind), layer['attn']
+  qkv = h @ _array(attn['qkv']['w'], h.dtype).T
+  qkv = qkv.reshape(len(h), -1, spec.head_dim)
+  n, k = config.num_heads, spec.kv_heads
+  query = rms_norm(qkv[:, :n], _array(attn['query_norm']['scale'], h.dtype))
+  query = rotate(query, spec)
+  if number >= config.first_shared:
+    return query, None, None
+  raw = qkv[:, n:n + k]
+  value = raw if spec.value_from_key else qkv[:, n + k:]
+  if config.value_norm:
+    value = rms_norm(value)
+  key = rms_norm(raw, _array(attn['key_norm']['scale'], h.dtype))
+  return query, rotate(key, spec), value
+
+
+def _attend(
+    config: config_lib.ModelConfig, kind: str, query: np.ndarray,
+    key: np.ndarray, value: np.ndarray,
+) -> np.ndarray:
+  """Returns the mixed values [T, N * H]."""
+  length, n, _ = query.shape
+  mask = attention_mask(length, config.spec(kind).window)
   heads = []
   for head in range(n):
-    kv_head = head // (n // k)
+    kv_head = head // (n // key.shape[1])
     scores = query[:, head] @ key[:, kv_head].T
     scores = scores * config.query_scale_dim**-0.5
     weights = softmax(np.where(mask, scores, -np.inf))
     heads.append(weights @ value[:, kv_head])
-  return np.concatenate(heads, axis=-1) @ _array(
-      attn['attn_vec']['w'], h.dtype
-  ).T
+  return np.concatenate(heads, axis=-1)
 
 
-def _mlp(layer: Mapping[str, Any], h: np.ndarray) -> np.ndarray:
-  """Returns the feed-forward branch [T, D] of normed rows `h` [T, D]."""
-  both = h @ _array(layer['mlp']['gating']['w'], h.dtype).T
-  gate, up = np.split(both, 2, axis=-1)
-  return (gelu(gate) * up) @ _array(layer['mlp']['linear']['w'], h.dtype).T
+def _gated(gating: np.ndarray, linear: np.ndarray, h: np.ndarray) -> np.ndarray:
+  """Returns linear(gelu(gate h) * up h), [T, D]; gate rows come first."""
+  gate, up = np.split(h @ gating.T, 2, axis=-1)
+  return (gelu(gate) * up) @ linear.T
+
+
+def _experts(
+    layer: Mapping[str, Any], config: config_lib.ModelConfig, x: np.ndarray,
+    h: np.ndarray,
+) -> np.ndarray:
+  """Returns the mixture of experts of `h` [T, D], routed by `x` [T, D]."""
+  router, width = layer['router'], config.width
+  routed = rms_norm(x, _array(router['scale'], x.dtype)) * width**-0.5
+  p = softmax(routed @ _array(router['w'], x.dtype).T)
+  expert_scale = _array(router['expert_scale'], x.dtype)
+  out = np.zeros_like(h)
+  for t, row in enumerate(p):
+    best = np.argsort(-row, kind='stable')[:config.top_k_experts]
+    for e in best:
+      weight = row[e] / row[best].sum() * expert_scale[e]
+      gating, linear = (
+          _array(layer['experts'][name]['w'][e], x.dtype)
+          for name in ('gating', 'linear'))
+      out[t] += weight * _gated(gating, linear, h[t])
+  return out
+
+
+def _per_layer_inputs(
+    params: Mapping[str, Any], config: config_lib.ModelConfig,
+    ids: np.ndarray, x: np.ndarray, round_scale: bool,
+) -> np.ndarray:
+  """Returns what each layer is told of its tokens, [T, L, size]."""
+  table, size = params['embedder'], config.per_layer_dim
+  shape = (len(ids), len(config.layers), size)
+  projection = _array(table['per_layer_model_projection']['w'], x.dtype)
+  context = rms_norm(
+      (x @ projection.T * config.width**-0.5).reshape(shape),
+      _array(table['per_layer_projection_norm']['scale'], x.dtype))
+  rows = _array(table['per_layer_embedding'][ids], x.dtype).reshape(shape)
+  return (context + rows * _scale(size, round_scale)) / math.sqrt(2)
+
+
+def _scale(size: int, rounded: bool) -> float:
+  """Returns sqrt(size), the factor of an embedding."""
+  scale = math.sqrt(size)
+  return _round_to_bfloat16(scale) if rounded else scale
 
 
 def forward(
@@ -129,7 +185,7 @@ def forward(
 
   Args:
     params: parameter tree; leaves of any float type, used as `dtype`.
-    config: a Gemma 3 architecture.
+    config: the architecture.
     tokens: T ids in [0, V).
     dtype: of every array, float32 or float64.
     round_embedding_scale: round sqrt(D) to bfloat16, as bfloat16 models do.
@@ -138,12 +194,8 @@ def forward(
     [T, D] in `dtype`: the rows that the output head reads.
 
   Raises:
-    UsageError: if the family is another or the tokens are not ids in range.
+    UsageError: if the tokens are not ids in range.
   """
-  if config.family != 'gemma3':
-    raise errors.UsageError(
-        f'reference forward: expected family gemma3, found {config.family}'
-    )
   ids = np.asarray(tokens)
   if (
       ids.ndim != 1 or not ids.size or ids.dtype.kind not in 'iu'
@@ -153,21 +205,42 @@ def forward(
         'reference forward: expected a non-empty list of token ids in [0,'
         f' {config.vocab_size})'
     )
-  scale = math.sqrt(config.width)
-  if round_embedding_scale:
-    scale = _round_to_bfloat16(scale)
-  # Not `*= scale`: a float32 row times a Python float stays float32.
-  x = _array(params['embedder']['input_embedding'][ids], dtype) * scale
+  # Not `*=`: a float32 row times a Python float stays float32.
+  x = (_array(params['embedder']['input_embedding'][ids], dtype)
+       * _scale(config.width, round_embedding_scale))
+  inputs = None
+  if config.per_layer_dim:
+    inputs = _per_layer_inputs(params, config, ids, x, round_embedding_scale)
+  latest: dict[str, tuple[Any, Any]] = {}  # Key and value of the last owner.
   for i, kind in enumerate(config.layers):
     layer = params[f'layer_{i}']
 
-    def norm(name: str, y: np.ndarray, layer: Mapping[str, Any] = layer):
-      return rms_norm(y, _array(layer[name]['scale'], dtype))
+    def matrix(*path: str, layer: Mapping[str, Any] = layer):
+      return _array(functools.reduce(operator.getitem, path, layer), dtype)
 
-    branch = _attention(layer, config, kind, norm('pre_attention_norm', x))
+    def norm(name: str, y: np.ndarray):
+      return rms_norm(y, matrix(name, 'scale'))
+
+    query, key, value = _project(
+        layer, config, i, norm('pre_attention_norm', x))
+    if key is not None:
+      latest[kind] = key, value
+    mixed = _attend(config, kind, query, *latest[kind])
+    branch = mixed @ matrix('attn', 'attn_vec', 'w').T
     x = x + norm('post_attention_norm', branch)
-    branch = _mlp(layer, norm('pre_ffw_norm', x))
+    branch = _gated(matrix('mlp', 'gating', 'w'), matrix('mlp', 'linear', 'w'),
+                    norm('pre_ffw_norm', x))
+    if config.num_experts:
+      mixture = _experts(layer, config, x, norm('pre_ffw_norm_2', x))
+      branch = (norm('post_ffw_norm_1', branch)
+                + norm('post_ffw_norm_2', mixture))
     x = x + norm('post_ffw_norm', branch)
+    if inputs is not None:
+      gate = gelu(x @ matrix('per_layer_input_gate', 'w').T)
+      branch = (gate * inputs[:, i]) @ matrix('per_layer_projection', 'w').T
+      x = x + norm('post_per_layer_input_norm', branch)
+    if config.layer_scalar:
+      x = x * matrix('layer_scalar')
   return rms_norm(x, _array(params['final_norm']['scale'], dtype))
 
 
@@ -210,7 +283,10 @@ def logits(
 
 
 def _array(leaf: Any, dtype: Any) -> np.ndarray:
-  return np.asarray(leaf).astype(dtype)
+  leaf = np.asarray(leaf)
+  if leaf.dtype == np.uint16:  # See `experts.as_bits`.
+    leaf = leaf.view(ml_dtypes.bfloat16)
+  return leaf.astype(dtype)
 
 
 def _round_to_bfloat16(value: float) -> float:

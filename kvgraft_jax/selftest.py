@@ -1,7 +1,7 @@
 """The self-test that decides the numerics class.
 
-It runs one sliding and one global layer of the model at its own shapes, with
-its own weights, through every schedule, and compares the bits of every hidden
+It runs one sliding and one global layer of the model (two of each where layers
+share keys and values) at its own shapes, with its own weights, through every schedule, and compares the bits of every hidden
 row, of the cache and of the logits. Its recipe is fixed and versioned; what it
 proves is recorded in every artifact.
 """
@@ -16,6 +16,7 @@ import time
 from typing import Any
 import uuid
 
+import jax.numpy as jnp
 import numpy as np
 
 from kvgraft_jax import artifact
@@ -82,21 +83,46 @@ def _even(rows: int, total: int) -> Schedule:
   return [(rows, min(rows, total - at)) for at in range(0, total, rows)]
 
 
-def _two_layers(config: config_lib.ModelConfig, params: model_lib.Params):
-  """Returns config and params of the first layer of each kind."""
-  picked = [config.kind_layers(kind)[0] for kind in config_lib.KINDS]
+def _few_layers(config: config_lib.ModelConfig, params: model_lib.Params):
+  """Returns config and params of the first layer of each sort.
+
+  Sorts are the kinds, and of each kind the layers that own their keys and
+  values and those that share.
+  """
+  owners = [config.kind_layers(kind)[0] for kind in config_lib.KINDS]
+  sharers = [
+      config.layers.index(kind, config.first_shared)
+      for kind in config_lib.KINDS
+      if kind in config.layers[config.first_shared:]]
+  picked = owners + sharers
   small = dataclasses.replace(
-      config, layers=tuple(config.layers[i] for i in picked))
+      config, layers=tuple(config.layers[i] for i in picked),
+      shared_layers=len(sharers))
   kept = {k: v for k, v in params.items() if not k.startswith('layer_')}
   kept |= {f'layer_{n}': params[f'layer_{i}'] for n, i in enumerate(picked)}
+  if config.per_layer_dim:
+    kept['embedder'] = _per_layer_parts(config, kept['embedder'], picked)
   return small, kept
+
+
+def _per_layer_parts(config, embedder, picked):
+  """Returns the embedder with the per-layer parts of the picked layers."""
+  size = config.per_layer_dim
+  parts = [slice(i * size, (i + 1) * size) for i in picked]
+  table = embedder['per_layer_embedding']
+  projection = embedder['per_layer_model_projection']['w']
+  return dict(
+      embedder,
+      per_layer_embedding=jnp.concatenate([table[:, p] for p in parts], 1),
+      per_layer_model_projection={
+          'w': jnp.concatenate([projection[p] for p in parts])})
 
 
 class _Bench:
   """Runs schedules and digests what they leave."""
 
   def __init__(self, config, profile, params):
-    self.config, self.params = _two_layers(config, params)
+    self.config, self.params = _few_layers(config, params)
     self.programs = programs_lib.Programs(self.config, profile, self.params)
     self.chunk = profile.chunk
     # Past the window and past a chunk, and no multiple of anything.
@@ -180,7 +206,7 @@ def run(
   Args:
     config: the whole model's.
     profile: under test.
-    params: the whole model's; two layers of them are used.
+    params: the whole model's; a few layers of them are used.
     progress: called with (case, number, count) before each case.
   """
   began = time.monotonic()

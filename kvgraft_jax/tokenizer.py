@@ -30,7 +30,12 @@ _REPLACEMENT = '\ufffd'.encode('utf-8')
 _MEMO = 1 << 20  # Looked-up strings remembered.
 
 
-def _utf8(text: str) -> bytes:
+def utf8(text: str) -> bytes:
+  """Returns the UTF-8 bytes of `text`.
+
+  Raises:
+    UsageError: if it holds a lone surrogate.
+  """
   try:
     return text.encode('utf-8')
   except UnicodeEncodeError as e:
@@ -40,8 +45,14 @@ def _utf8(text: str) -> bytes:
     ) from None
 
 
-class _Tokenizer:
-  """What all tokenizers share; subclasses give `token_bytes`."""
+class Tokenizer:
+  """What all tokenizers share.
+
+  Attributes:
+    vocab_size: ids run from 0 to this less one.
+    bos_id: id put in front of a text.
+    eos_ids: ids that end a generation.
+  """
 
   vocab_size: int
   bos_id: int
@@ -50,6 +61,14 @@ class _Tokenizer:
   @property
   def fingerprint(self) -> str:
     """Hex SHA-256 over everything that decides ids and text."""
+    raise NotImplementedError
+
+  def encode(self, text: str, *, add_bos: bool) -> list[int]:
+    """Returns the ids of `text`, with `bos_id` in front if asked."""
+    raise NotImplementedError
+
+  def piece(self, token: int) -> str:
+    """Returns the name of one id."""
     raise NotImplementedError
 
   def token_bytes(self, token: int, *, show_special: bool = False) -> bytes:
@@ -80,7 +99,7 @@ class _Tokenizer:
 class StreamDecoder:
   """Decodes ids one by one, holding back incomplete UTF-8."""
 
-  def __init__(self, tokenizer: _Tokenizer, *, show_special: bool = False):
+  def __init__(self, tokenizer: Tokenizer, *, show_special: bool = False):
     self._tokenizer = tokenizer
     self._show_special = show_special
     self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
@@ -96,7 +115,7 @@ class StreamDecoder:
     return self._decoder.decode(b'', final=True)
 
 
-class ByteTokenizer(_Tokenizer):
+class ByteTokenizer(Tokenizer):
   """Ids 0 pad, 1 eos, 2 bos, 3 unk, then one id a byte; 260 to 319 unused."""
 
   vocab_size = 320
@@ -109,7 +128,7 @@ class ByteTokenizer(_Tokenizer):
   def encode(self, text: str, *, add_bos: bool) -> list[int]:
     """Returns the ids of `text`; nothing in it is read as a control token."""
     head = [self.bos_id] if add_bos else []
-    return head + [4 + b for b in _utf8(text)]
+    return head + [4 + b for b in utf8(text)]
 
   def token_bytes(self, token: int, *, show_special: bool = False) -> bytes:
     """Returns the bytes that one id stands for."""
@@ -126,7 +145,7 @@ class ByteTokenizer(_Tokenizer):
     return f'<0x{token - 4:02X}>' if token < 260 else f'<unused{token}>'
 
 
-class SpmTokenizer(_Tokenizer):
+class SpmTokenizer(Tokenizer):
   """SentencePiece BPE with byte fallback, rebuilt from its vocabulary.
 
   Control and user-defined pieces are cut out of the text first, longest at
@@ -239,8 +258,8 @@ class SpmTokenizer(_Tokenizer):
     return {p: i for i in ids.tolist() if (p := self.piece(i))}
 
   @functools.cached_property
-  def _special_match(self) -> '_LongestMatch':
-    return _LongestMatch(self._special)
+  def _special_match(self) -> 'LongestMatch':
+    return LongestMatch(self._special)
 
   @functools.cached_property
   def _byte_ids(self) -> dict[int, int]:
@@ -276,7 +295,7 @@ class SpmTokenizer(_Tokenizer):
     Returns:
       Token ids.
     """
-    _utf8(text)
+    utf8(text)
     out = [self.bos_id] if add_bos else []
     known: dict[str, list[int]] = {}  # Words repeat.
     for plain, special in self._special_match.cut(text):
@@ -342,7 +361,7 @@ class SpmTokenizer(_Tokenizer):
       return [self._unk_id]
 
 
-class _LongestMatch:
+class LongestMatch:
   """Finds the longest of many literals, leftmost first."""
 
   def __init__(self, literals: Iterable[str]):

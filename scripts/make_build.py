@@ -38,7 +38,9 @@ filegroup(
     ] + glob([
         "configs/**",
         "kvgraft_jax/**/*.py",
+        "kvgraft_jax/data/**",
         "scripts/**",
+        "tests/**/*.jinja",
         "tests/**/*.json",
         "tests/**/*.npz",
         "tests/*.py",

@@ -112,10 +112,10 @@ def test_numbers_do_not_depend_on_the_callers_options(tiny):
         ('random:gemma3-1b', "unknown preset ''.*gemma3-270m, gemma3-1b"),
         ('random:gemma9:0', "unknown preset 'gemma9'.*gemma3-27b"),
         ('random:gemma3-1b:x', "found 'x'"),
-        ('gemma3', "no such model or file: accepted are 'gemma3-270m', a .gg"),
+        ('gemma3', "no such model or file: accepted are 'gemma3-270m', a Hug"),
         ('/nowhere/a.gguf', "'/nowhere/a.gguf': no such file: accepted are"),
         ('', 'no such model or file'),
-        ('/', 'a directory .* is not supported yet: accepted are'),
+        ('/', 'expected a directory with config.json and model.safetensors'),
     ],
 )
 def test_a_bad_spec_is_one_clear_line(spec, message):

@@ -16,7 +16,6 @@ KINDS = [3] * 4 + [4] * 2 + [6] * 256 + [1] * (len(PIECES) - 262)
 F32, F16, Q8_0, BF16 = 0, 1, 8, 30
 
 
-
 def value(item) -> bytes:
   """Returns a typed metadata value."""
   if isinstance(item, bool):
@@ -27,6 +26,8 @@ def value(item) -> bytes:
     return struct.pack('<If', 6, item)
   if isinstance(item, str):
     return struct.pack('<I', 8) + string(item)
+  if isinstance(item[0], bool):
+    return struct.pack(f'<IIQ{len(item)}?', 9, 7, len(item), *item)
   if isinstance(item[0], str):
     return struct.pack('<IIQ', 9, 8, len(item)) + b''.join(map(string, item))
   kind, form = (6, 'f') if isinstance(item[0], float) else (5, 'i')
@@ -51,7 +52,7 @@ def quantise(values: np.ndarray, kind: int) -> bytes:
   blocks = values.reshape(-1, 32)
   scale = (np.abs(blocks).max(1, keepdims=True) / 127).astype('<f2')
   q = np.rint(blocks / scale.astype(np.float32)).astype(np.int8)
-  return b''.join(s.tobytes() + b.tobytes() for s, b in zip(scale, q))
+  return np.concatenate([scale.view(np.int8), q], axis=1).tobytes()
 
 
 def dequantise(values: np.ndarray, kind: int) -> np.ndarray:
@@ -153,3 +154,126 @@ def write(path, meta: dict, weights: dict, raw: dict | None = None) -> None:
 def write_model(path, seed: int = 0) -> None:
   """Writes a small Gemma 3."""
   write(path, metadata(), tensors(seed))
+
+
+# Of one Gemma 4 layer: name in the file -> canonical name.
+GEMMA4_LAYER = {
+    'attn_norm.weight': 'input_layernorm.weight',
+    'attn_q.weight': 'self_attn.q_proj.weight',
+    'attn_q_norm.weight': 'self_attn.q_norm.weight',
+    'attn_k.weight': 'self_attn.k_proj.weight',
+    'attn_k_norm.weight': 'self_attn.k_norm.weight',
+    'attn_v.weight': 'self_attn.v_proj.weight',
+    'attn_output.weight': 'self_attn.o_proj.weight',
+    'post_attention_norm.weight': 'post_attention_layernorm.weight',
+    'ffn_norm.weight': 'pre_feedforward_layernorm.weight',
+    'ffn_gate.weight': 'mlp.gate_proj.weight',
+    'ffn_up.weight': 'mlp.up_proj.weight',
+    'ffn_down.weight': 'mlp.down_proj.weight',
+    'post_ffw_norm.weight': 'post_feedforward_layernorm.weight',
+    'layer_output_scale.weight': 'layer_scalar',
+    'inp_gate.weight': 'per_layer_input_gate.weight',
+    'proj.weight': 'per_layer_projection.weight',
+    'post_norm.weight': 'post_per_layer_input_norm.weight',
+    'ffn_gate_inp.weight': 'router.proj.weight',
+    'ffn_gate_inp.scale': 'router.scale',
+    'ffn_gate_up_exps.weight': 'experts.gate_up_proj',
+    'ffn_down_exps.weight': 'experts.down_proj',
+    'ffn_down_exps.scale': 'router.per_expert_scale',
+    'post_ffw_norm_1.weight': 'post_feedforward_layernorm_1.weight',
+    'pre_ffw_norm_2.weight': 'pre_feedforward_layernorm_2.weight',
+    'post_ffw_norm_2.weight': 'post_feedforward_layernorm_2.weight',
+}
+GEMMA4_MODEL = {
+    'token_embd.weight': 'embed_tokens.weight',
+    'output_norm.weight': 'norm.weight',
+    'per_layer_token_embd.weight': 'embed_tokens_per_layer.weight',
+    'per_layer_model_proj.weight': 'per_layer_model_projection.weight',
+    'per_layer_proj_norm.weight': 'per_layer_projection_norm.weight',
+}
+
+
+def gemma4_tensors(
+    layers: int, canonical: dict[str, np.ndarray], pairs: int, still: int
+) -> dict[str, tuple[int, np.ndarray]]:
+  """Returns name -> (storage type, float32 values) of a Gemma 4.
+
+  Args:
+    layers: their number.
+    canonical: Hugging Face's name behind the prefix -> values; vectors are
+      stored as they are, matrices in several types.
+    pairs: leading rotary pairs of a global layer that rotate.
+    still: pairs behind them.
+  """
+  names = dict(GEMMA4_MODEL)
+  for i in range(layers):
+    names |= {
+        f'blk.{i}.{a}': f'layers.{i}.{b}' for a, b in GEMMA4_LAYER.items()
+    }
+  out = {'rope_freqs.weight': (
+      F32, np.array([1] * pairs + [1e30] * still, np.float32)
+  )}
+  for at, (theirs, ours) in enumerate(names.items()):
+    if ours not in canonical:
+      continue
+    values = canonical[ours]
+    kind = (Q8_0, BF16, F16)[at % 3] if values.ndim > 1 else F32
+    if kind == Q8_0 and values.shape[-1] % 32:
+      kind = F16
+    out[theirs] = kind, values
+  assert len(out) == 1 + len(canonical)
+  return out
+
+
+def gemma4_metadata(config) -> dict:
+  """Returns the metadata that a converter writes for a `ModelConfig`."""
+  count, shared = len(config.layers), config.shared_layers
+  is_sliding = [kind == 'sliding' for kind in config.layers]
+  sliding, full = config.sliding, config.full
+  out = {
+      'general.architecture': 'gemma4',
+      'gemma4.context_length': config.max_context,
+      'gemma4.embedding_length': config.width,
+      'gemma4.block_count': count,
+      'gemma4.feed_forward_length': config.hidden,
+      'gemma4.attention.head_count': config.num_heads,
+      'gemma4.attention.head_count_kv': sliding.kv_heads,
+      'gemma4.attention.key_length': full.head_dim,
+      'gemma4.attention.value_length': full.head_dim,
+      'gemma4.attention.key_length_swa': sliding.head_dim,
+      'gemma4.attention.value_length_swa': sliding.head_dim,
+      'gemma4.attention.layer_norm_rms_epsilon': 1e-6,
+      'gemma4.attention.sliding_window': sliding.window,
+      'gemma4.attention.sliding_window_pattern': is_sliding,
+      'gemma4.attention.shared_kv_layers': shared,
+      'gemma4.embedding_length_per_layer_input': config.per_layer_dim,
+      'gemma4.rope.freq_base': float(full.rope_theta),
+      'gemma4.rope.freq_base_swa': float(sliding.rope_theta),
+      'gemma4.rope.dimension_count': full.head_dim,
+      'gemma4.rope.dimension_count_swa': sliding.head_dim,
+      'gemma4.final_logit_softcapping': float(config.final_softcap),
+  }
+  if sliding.kv_heads != full.kv_heads:
+    out['gemma4.attention.head_count_kv'] = [
+        sliding.kv_heads if s else full.kv_heads for s in is_sliding
+    ]
+  if config.shared_hidden:
+    out['gemma4.feed_forward_length'] = (
+        [config.hidden] * (count - shared) + [config.shared_hidden] * shared
+    )
+  if config.num_experts:
+    out |= {
+        'gemma4.expert_count': config.num_experts,
+        'gemma4.expert_used_count': config.top_k_experts,
+        'gemma4.expert_feed_forward_length': config.expert_hidden,
+    }
+  unused = [f'x{i}' for i in range(config.vocab_size - len(PIECES))]
+  return out | {
+      key: item for key, item in metadata().items() if 'tokenizer' in key
+  } | {
+      'tokenizer.ggml.tokens': PIECES + unused,
+      'tokenizer.ggml.scores': [
+          -float(i) for i in range(config.vocab_size)
+      ],
+      'tokenizer.ggml.token_type': KINDS + [1] * len(unused),
+  }

@@ -14,14 +14,14 @@ ROOT = make_build.ROOT
 # `checkpoints.*` stand for the modules there, `__init__` included.
 TIERS = (
     ('errors', 'hashing', 'paths'),
-    ('config', 'tokenizer', 'rope', 'numerics'),
-    ('cache', 'layers', 'attention'),
+    ('config', 'chat', 'tokenizer', 'rope', 'numerics', 'memory'),
+    ('cache', 'layers', 'experts', 'attention'),
     ('model', 'reference', 'sharding', 'checkpoints.*', 'nn', 'artifact',
      'ledger'),
     ('store', 'sampling', 'programs', 'selftest', 'recorder', 'decode',
      'engine'),
-    ('grafting', 'verification', 'measure', 'paging', 'checkers', 'library',
-     'flywheel'),
+    ('grafting', 'verification', 'measure', 'plan', 'paging', 'checkers',
+     'library', 'flywheel'),
     ('testing', '__init__'),
     ('apps.*',),
 )
@@ -112,7 +112,9 @@ def _outside(module: str, path: pathlib.Path) -> list[str]:
     where = f'{module}:{line}:'
     if not top:
       found.append(f'{where} relative import {name}')
-    elif top == 'tensorstore' and module != 'store':
+    elif top == 'tensorstore' and module not in (
+        'store', 'checkpoints.orbax_arrays'
+    ):
       found.append(f'{where} only store imports tensorstore')
     elif top == 'absl' and 'flags' in name and not module.startswith('apps.'):
       found.append(f'{where} only apps import absl.flags')

@@ -276,9 +276,3 @@ def test_tokens_out_of_range_are_refused(tokens):
   config = _config([])
   with pytest.raises(errors.UsageError, match=r'\[0, 23\)'):
     reference.forward(_params(config), config, tokens)
-
-
-def test_another_family_is_refused():
-  config = dataclasses.replace(_config([]), family='other')
-  with pytest.raises(errors.UsageError, match='gemma3, found other'):
-    reference.forward(_params(config), config, [1])

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import kvgraft_jax
+from kvgraft_jax import config as config_lib
 from kvgraft_jax import errors
 from kvgraft_jax import tokenizer as tokenizer_lib
 from kvgraft_jax.apps import cli
@@ -123,13 +124,15 @@ def load_tokenizer(spec: str) -> Any:
   Raises:
     UsageError: if the model has none.
   """
-  if spec.startswith('tiny:'):
+  if spec.partition(':')[0] in config_lib.TINY_PRESETS:
     return tokenizer_lib.ByteTokenizer()
   found = None
   if not spec.startswith('random:'):  # Whose weights would be made for nothing.
     _listen()
     from kvgraft_jax.checkpoints import resolve  # Imports jax; --help does not.
-    found = resolve.resolve(spec, 'bfloat16').tokenizer
+    found = (
+        resolve.open_source(spec) if os.path.isdir(spec)
+        else resolve.resolve(spec, 'bfloat16')).tokenizer
   if found is None:
     raise errors.UsageError(
         f'model {spec!r} has no tokenizer; choose another --model')

@@ -20,6 +20,7 @@ def define(fv: absl_flags.FlagValues) -> None:
   """Defines this command's flags."""
   flags.store(fv)
   flags.text(fv, 'text_file')
+  flags.messages(fv)
   absl_flags.DEFINE_string(
       'name', None, 'Name to give the artifact.', flag_values=fv)
   absl_flags.DEFINE_string(
@@ -39,17 +40,20 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   """Deposits; returns exit code and JSON."""
   if args.parent_length is not None and not args.parent:
     raise errors.UsageError('--parent_length needs --parent')
-  what = inputs.require_input(args, 'text_file')
+  what = inputs.require_request(args, 'text_file')
   store = common.open_store(args, create=True)
   parent = store.find(args.parent) if args.parent else None
   start = (inputs.graft_length(store, parent, args.parent_length)
            if parent else 0)
   model = common.load_model(args, parent)
-  ids = inputs.to_ids(args, model, what, start)
-  merges = False
-  if parent and isinstance(what, str):
-    merges = inputs.boundary_merges(
-        model, inputs.chain_tokens(store, parent, start), what)
+  front = inputs.chain_tokens(store, parent, start) if parent else []
+  ids = inputs.to_ids(args, model, what, start, front=lambda: front,
+                      answer=False, length_flag='--parent_length')
+  if not ids:
+    raise errors.UsageError(
+        'the parent holds the whole conversation already; give one that goes'
+        ' on, or leave out --parent')
+  merges = bool(parent) and inputs.boundary_merges(model, front, what)
   startup_s = common.process_age_s()
   began = time.perf_counter()
   with common.Progress('prefill') as bar:
@@ -70,13 +74,13 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
       'end': made.manifest.fields.end, 'sliding': args.sliding,
       'block': made.manifest.fields.block, 'existed': made.existed,
       'boundary_merges': merges, 'deposit_s': round(seconds, 4),
-      'startup_s': round(startup_s, 3),
+      'startup_s': round(startup_s, 3), **inputs.about(what),
   }
 
 
 def _provenance(args: Any) -> dict[str, str]:
   found = {'model': args.model, 'version': kvgraft_jax.__version__}
-  source = args.text_file or args.tokens_file
+  source = args.text_file or args.tokens_file or args.messages
   if source:
     found['source'] = os.path.basename(source)
   return found

@@ -26,8 +26,8 @@ def common(fv: flags.FlagValues) -> None:
 def model(fv: flags.FlagValues) -> None:
   """Defines the model and its numerics."""
   flags.DEFINE_string(
-      'model', 'gemma3-270m', 'gemma3-270m, a .gguf file, tiny:SEED or'
-      ' random:PRESET:SEED.', flag_values=fv)
+      'model', 'gemma3-270m', 'gemma3-270m, a Hugging Face or Orbax directory,'
+      ' a .gguf file, tiny:SEED or random:PRESET:SEED.', flag_values=fv)
   flags.DEFINE_enum(
       'dtype', 'bfloat16', ['bfloat16', 'float32'],
       'Of weights, operands and cache.', flag_values=fv)
@@ -96,6 +96,18 @@ def text(
       flag_values=fv)
   if not prefix:
     double_bos(fv)
+
+
+def messages(fv: flags.FlagValues) -> None:
+  """Defines where a conversation comes from."""
+  flags.DEFINE_string(
+      'messages', None, 'JSON file with a whole conversation, a list of'
+      ' {"role", "content"}, in the place of a text. The chat template is the'
+      " model's own or its family's; base models have learnt none, and cannot"
+      ' be told apart.', flag_values=fv)
+  flags.DEFINE_boolean(
+      'thinking', False, 'Let the model think first, with --messages and where'
+      ' its chat template can.', flag_values=fv)
 
 
 def double_bos(fv: flags.FlagValues) -> None:

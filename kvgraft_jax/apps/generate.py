@@ -19,6 +19,7 @@ EXAMPLE = "--prompt='The capital of France is' --max_new_tokens=24"
 def define(fv: absl_flags.FlagValues) -> None:
   """Defines this command's flags."""
   flags.text(fv)
+  flags.messages(fv)
   flags.sampling(fv)
   flags.model(fv)
 
@@ -26,7 +27,7 @@ def define(fv: absl_flags.FlagValues) -> None:
 def run(args: Any) -> tuple[int, dict[str, Any]]:
   """Generates; returns exit code and JSON."""
   options = continuation.Options.of(args)
-  what = inputs.require_input(args)
+  what = inputs.require_request(args)
   model = common.load_model(args)
   ids = inputs.to_ids(args, model, what, 0)
   model.warm_up(len(ids), len(ids), num_samples=args.num_samples,
@@ -38,7 +39,8 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
       return model.prefill(ids, record=False, progress=bar.callback)
 
   _, result = continuation.answer(options, build, [])
-  return 0, result | {'exact': None, 'startup_s': round(startup_s, 3)}
+  return 0, result | inputs.about(what) | {
+      'exact': None, 'startup_s': round(startup_s, 3)}
 
 
 if __name__ == '__main__':

@@ -21,6 +21,7 @@ def define(fv: absl_flags.FlagValues) -> None:
   """Defines this command's flags."""
   flags.artifact(fv)
   flags.text(fv, what='the text behind the artifact; none goes on from its end')
+  flags.messages(fv)
   flags.sampling(fv)
   absl_flags.DEFINE_boolean(
       'recompute', False, "Compute the artifact's tokens afresh: the fresh path"
@@ -43,7 +44,7 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   if args.deposit_as and args.on_mismatch == 'inexact':
     raise errors.UsageError(
         '--deposit_as keeps exact results only; use --on_mismatch=recompute')
-  what = inputs.read_input(args)
+  what = inputs.read_request(args)
   store = common.open_store(args)
   manifest = store.find(args.artifact)
   length = inputs.graft_length(store, manifest, args.length)
@@ -55,7 +56,9 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   model = common.load_model(args, manifest if strict else None)
   from kvgraft_jax import grafting  # Imports jax; --help does not.
   grafting.check_block(model, args.block)
-  ids = [] if what is None else inputs.to_ids(args, model, what, length)
+  ids = [] if what is None else inputs.to_ids(
+      args, model, what, length,
+      front=lambda: inputs.chain_tokens(store, manifest, length))
   record = bool(args.deposit_as)
 
   def build() -> kvgraft_jax.Context:
@@ -77,7 +80,7 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   if not context.exact:
     common.note('the numerics class differs: this result is not exact')
   front = context.tokens[:length]
-  result |= {
+  result |= inputs.about(what) | {
       'artifact': manifest.id, 'length': length, 'exact': context.exact,
       'recomputed': result['tokens_restored'] == 0,
       'boundary_merges': inputs.boundary_merges(model, front, what),

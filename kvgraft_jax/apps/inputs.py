@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence
+import dataclasses
 import json
 from typing import Any
 
 import kvgraft_jax
+from kvgraft_jax import chat
 from kvgraft_jax import errors
 from kvgraft_jax.apps import common
 
@@ -16,6 +19,22 @@ _MOST_BYTES = 64 << 20
 _BYTES_PER_TOKEN = 256
 # Tokens in front of a boundary within which a merge would show.
 _BOUNDARY = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+  """A whole conversation, from position 0.
+
+  Attributes:
+    messages: as from `chat.parse_messages`.
+    thinking: whether the model is to think first.
+  """
+
+  messages: list[dict[str, Any]]
+  thinking: bool
+
+
+Input = str | list[Any] | Conversation
 
 
 def _read_bytes(flag: str, path: str) -> bytes:
@@ -108,34 +127,77 @@ def require_input(
   """Returns `read_input`, or raises UsageError if nothing was given."""
   found = read_input(args, file_flag, prefix)
   if found is None:
-    ids_flag = f'{prefix}_tokens_file' if prefix else 'tokens_file'
+    names = [prefix or 'prompt', file_flag,
+             f'{prefix}_tokens_file' if prefix else 'tokens_file']
+    names += ['messages'] if 'messages' in args else []
     raise errors.UsageError(
-        f'no text: give --{prefix or "prompt"}, --{file_flag} or --{ids_flag}')
+        f'no text: give --{", --".join(names[:-1])} or --{names[-1]}')
   return found
 
 
+def read_request(args: Any, file_flag: str = 'prompt_file') -> Input | None:
+  """Returns `read_input`, or the conversation that --messages names.
+
+  Raises:
+    UsageError: as `read_input`; if both were given; if it is no conversation.
+  """
+  other = read_input(args, file_flag)
+  if args.messages is None:
+    if args.thinking:
+      raise errors.UsageError('--thinking needs --messages')
+    return other
+  if other is not None:
+    raise errors.UsageError(
+        '--messages is a whole conversation and excludes other texts; give one'
+        ' of them')
+  text = _read_text('messages', args.messages)
+  return Conversation(
+      chat.parse_messages(text, f'--messages={args.messages}'), args.thinking)
+
+
+def require_request(args: Any, file_flag: str = 'prompt_file') -> Input:
+  """Returns `read_request`, or raises UsageError if nothing was given."""
+  return read_request(args, file_flag) or require_input(args, file_flag)
+
+
+def about(what: Input | None) -> dict[str, Any]:
+  """Returns what a result says of a conversation; nothing of another input."""
+  if not isinstance(what, Conversation):
+    return {}
+  return {'messages': len(what.messages), 'thinking': what.thinking}
+
+
 def to_ids(
-    args: Any, model: kvgraft_jax.Model, what: str | list[Any], start: int
+    args: Any, model: kvgraft_jax.Model, what: Input, start: int, *,
+    front: Callable[[], Sequence[int]] = tuple, answer: bool = True,
+    length_flag: str = '--length',
 ) -> list[int]:
   """Returns checked token ids of an input that stands at `start`.
 
-  A text gets a bos exactly at position 0; ids are taken verbatim.
+  A text gets a bos exactly at position 0; ids are taken verbatim; of a
+  conversation the part behind `start` is returned.
+
+  Args:
+    args: flags.
+    model: whose tokenizer and chat template are used.
+    what: the input.
+    start: its first position.
+    front: for a conversation, gives the ids of the positions [0, start).
+    answer: open the model's turn behind a conversation.
+    length_flag: for a conversation, the flag that decides `start`.
 
   Raises:
-    UsageError: if ids are out of range, a bos is doubled, or a text comes
-      without a tokenizer.
+    UsageError: if ids are out of range, a bos is doubled, a text comes without
+      a tokenizer, a template refuses a conversation, or it does not begin with
+      `front`.
     CapacityError: if they do not fit.
   """
+  if isinstance(what, Conversation):
+    return _conversation_ids(model, what, front(), answer, length_flag)
   tokenizer = model.tokenizer
   if isinstance(what, str):
-    if tokenizer is None:
-      raise errors.UsageError(
-          f'model {model.source!r} has no tokenizer and takes token ids only;'
-          ' give a --tokens_file')
-    if len(what) > _BYTES_PER_TOKEN * model.capacity:
-      raise errors.CapacityError(
-          f'a text of {len(what):,} characters is beyond the capacity of'
-          f' {model.capacity} tokens; shorten it')
+    tokenizer = _tokenizer(model)
+    _check_size(model, what)
     ids = tokenizer.encode(what, add_bos=start == 0)
   else:
     ids = what
@@ -143,6 +205,42 @@ def to_ids(
   if tokenizer is not None:
     refuse_double_bos(args, tokenizer, ids, start)
   return ids
+
+
+def _tokenizer(model: kvgraft_jax.Model) -> Any:
+  if model.tokenizer is None:
+    raise errors.UsageError(
+        f'model {model.source!r} has no tokenizer and takes token ids only;'
+        ' give a --tokens_file')
+  return model.tokenizer
+
+
+def _check_size(model: kvgraft_jax.Model, text: str) -> None:
+  if len(text) > _BYTES_PER_TOKEN * model.capacity:
+    raise errors.CapacityError(
+        f'a text of {len(text):,} characters is beyond the capacity of'
+        f' {model.capacity} tokens; shorten it')
+
+
+def _conversation_ids(
+    model: kvgraft_jax.Model, what: Conversation, front: Sequence[int],
+    answer: bool, length_flag: str,
+) -> list[int]:
+  tokenizer = _tokenizer(model)
+  own = getattr(model, 'chat_template', None)
+  template, extra = (
+      (own, {}) if own is not None else chat.default_template(model.config))
+  text = chat.render(
+      template, what.messages, thinking=what.thinking,
+      add_generation_prompt=answer, bos=tokenizer.piece(tokenizer.bos_id),
+      eos=''.join(map(tokenizer.piece, tokenizer.eos_ids[:1])), **extra)
+  _check_size(model, text)
+  ids = model.check_tokens(chat.encode(tokenizer, text))
+  rest = chat.tail(tokenizer, ids, front, length_flag=length_flag)
+  if own is None:
+    common.note(f'{model.source} has no chat template; used the built-in one of'
+                f' {model.config.family}')
+  return rest
 
 
 def refuse_double_bos(
@@ -180,7 +278,7 @@ def graft_length(
 
 def boundary_merges(
     model: kvgraft_jax.Model, before: Sequence[int],
-    text: str | list[Any] | None,
+    text: Input | None,
 ) -> bool:
   """Tells, and notes, whether a text would merge with the tokens before it."""
   if not isinstance(text, str) or model.tokenizer is None:

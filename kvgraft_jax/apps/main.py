@@ -16,6 +16,7 @@ COMMANDS = {
     'verify': 'compare grafts with a fresh computation, byte for byte',
     'audit': 'recompute stored blocks from the blocks in front of them',
     'logits': 'write the logits of some positions to a file',
+    'convert': 'write a checkpoint as safetensors or Orbax',
     'tokenize': 'text to token ids and back',
     'numerics': 'what fixes the bits here: profile, class, self-test',
     'ls': 'list a store',

@@ -20,8 +20,8 @@ def define(fv: absl_flags.FlagValues) -> None:
       'bos', True, 'Put bos in front of a text, as at position 0.',
       flag_values=fv)
   absl_flags.DEFINE_string(
-      'model', 'gemma3-270m', 'gemma3-270m, a .gguf file or tiny:SEED.',
-      flag_values=fv)
+      'model', 'gemma3-270m', 'gemma3-270m, a Hugging Face or Orbax directory,'
+      ' a .gguf file or tiny:SEED.', flag_values=fv)
 
 
 def run(args: Any) -> tuple[int, dict[str, Any]]:

@@ -1,14 +1,13 @@
 """Reader of GGUF version 3 files: header first, then one tensor at a time.
 
-Format: github.com/ggml-org/ggml `docs/gguf.md`; block layouts: `ggml-common.h`.
-Everything that can be refused is refused from the header, before any weight is
-read.
+Format: github.com/ggml-org/ggml `docs/gguf.md`. Everything that can be refused
+is refused from the header, before any weight is read.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
 import math
+import mmap
 import os
 import struct
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvgraft_jax import errors
+from kvgraft_jax.checkpoints import gguf_blocks
 
 _MAGIC = b'GGUF'
 _VERSION = 3
@@ -23,85 +23,6 @@ _STRING, _ARRAY = 8, 9
 _SCALARS = {
     0: '<u1', 1: '<i1', 2: '<u2', 3: '<i2', 4: '<u4', 5: '<i4', 6: '<f4',
     7: '?', 10: '<u8', 11: '<i8', 12: '<f8',
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Block:
-  """A storage type: `values` elements in `nbytes` bytes."""
-
-  name: str
-  values: int
-  nbytes: int
-  # uint8 [n, nbytes] -> float32 [n, values].
-  unpack: Callable[[np.ndarray], np.ndarray]
-
-
-def _half(blocks: np.ndarray, start: int) -> np.ndarray:
-  """Returns the float16 at byte `start` of each block as float32 [n, 1]."""
-  pair = np.ascontiguousarray(blocks[:, start:start + 2])
-  return pair.view('<f2').astype(np.float32)
-
-
-def _unpack_f32(blocks: np.ndarray) -> np.ndarray:
-  return np.ascontiguousarray(blocks).view('<f4').astype(np.float32)
-
-
-def _unpack_f16(blocks: np.ndarray) -> np.ndarray:
-  return np.ascontiguousarray(blocks).view('<f2').astype(np.float32)
-
-
-def _unpack_bf16(blocks: np.ndarray) -> np.ndarray:
-  high = np.ascontiguousarray(blocks).view('<u2').astype(np.uint32)
-  return (high << np.uint32(16)).view(np.float32)
-
-
-def _unpack_q8_0(blocks: np.ndarray) -> np.ndarray:
-  """d, 32 x int8."""
-  return _half(blocks, 0) * blocks[:, 2:].view(np.int8)
-
-
-def _unpack_q5_0(blocks: np.ndarray) -> np.ndarray:
-  """d, 32 fifth bits, 32 nibbles: low nibbles first; value d * (q - 16)."""
-  fifth = np.unpackbits(blocks[:, 2:6], axis=1, bitorder='little')
-  low = np.concatenate([blocks[:, 6:] & 15, blocks[:, 6:] >> 4], axis=1)
-  return _half(blocks, 0) * ((low | fifth << 4).astype(np.int8) - np.int8(16))
-
-
-def _unpack_q4_k(blocks: np.ndarray) -> np.ndarray:
-  """d, dmin, 8 six-bit scales and minima, 256 nibbles."""
-  n = len(blocks)
-  a, b, c = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-  scale = np.concatenate([a & 63, c & 15 | (a >> 6) << 4], axis=1)
-  minimum = np.concatenate([b & 63, c >> 4 | (b >> 6) << 4], axis=1)
-  scale = (_half(blocks, 0) * scale)[:, :, None]
-  minimum = (_half(blocks, 2) * minimum)[:, :, None]
-  packed = blocks[:, 16:].reshape(n, 4, 1, 32)
-  q = np.concatenate([packed & 15, packed >> 4], axis=2).reshape(n, 8, 32)
-  return (scale * q - minimum).reshape(n, 256)
-
-
-def _unpack_q6_k(blocks: np.ndarray) -> np.ndarray:
-  """256 nibbles, 256 bit pairs, 16 int8 scales, d; value d*s * (q - 32)."""
-  n = len(blocks)
-  packed = blocks[:, :128].reshape(n, 2, 1, 64)
-  low = np.concatenate([packed & 15, packed >> 4], axis=2)
-  pairs = blocks[:, 128:192].reshape(n, 2, 1, 32)
-  high = np.concatenate([pairs >> s & 3 for s in (0, 2, 4, 6)], axis=2)
-  q = low.reshape(n, 256) | high.reshape(n, 256) << 4
-  q = (q.astype(np.int8) - np.int8(32)).reshape(n, 16, 16)
-  scale = _half(blocks, 208) * blocks[:, 192:208].view(np.int8)
-  return (scale[:, :, None] * q).reshape(n, 256)
-
-
-_TYPES = {
-    0: _Block('F32', 1, 4, _unpack_f32),
-    1: _Block('F16', 1, 2, _unpack_f16),
-    6: _Block('Q5_0', 32, 22, _unpack_q5_0),
-    8: _Block('Q8_0', 32, 34, _unpack_q8_0),
-    12: _Block('Q4_K', 256, 144, _unpack_q4_k),
-    14: _Block('Q6_K', 256, 210, _unpack_q6_k),
-    30: _Block('BF16', 1, 2, _unpack_bf16),
 }
 
 
@@ -194,11 +115,17 @@ class _Cursor:
     return np.frombuffer(self.take(dtype.itemsize), dtype)[0].item()
 
 
+def _map(path: str | os.PathLike[str]) -> mmap.mmap:
+  with open(path, 'rb') as f:
+    return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+
+
 class GgufFile:
   """An open GGUF file.
 
   Attributes:
     source: name for messages.
+    files: the paths.
     data: the whole file, uint8, mapped read-only (joined in memory if it came
       in several parts).
     metadata: key -> scalar, string, numpy array or list of strings.
@@ -217,20 +144,22 @@ class GgufFile:
       DamageError: if it is truncated or its header contradicts itself.
     """
     self.source = os.fspath(paths[0])
+    self.files = tuple(paths)
     try:
-      parts = [np.memmap(p, np.uint8, 'r') for p in paths]
+      maps = [_map(path) for path in paths]
     except OSError as e:
       raise errors.NotFoundError(
           f'{e.filename or self.source}: cannot read the model file:'
           f' {e.strerror}'
       ) from None
-    except ValueError:  # Numpy refuses to map nothing.
+    except ValueError:  # Nothing cannot be mapped.
       raise errors.DamageError(
           f'{self.source}: expected a GGUF file, found an empty one: fetch it'
           ' again'
       ) from None
+    parts = [np.frombuffer(m, np.uint8) for m in maps]
     self.data = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    self.data = np.asarray(self.data)
+    self._map = maps[0] if len(maps) == 1 else None
     cursor = _Cursor(self.data, self.source)
     magic = bytes(self.data[:4])
     if magic != _MAGIC:
@@ -252,6 +181,13 @@ class GgufFile:
       if key in self.metadata:
         raise cursor.damage(f'a second value for {key}')
       self.metadata[key] = cursor.value()
+    shards = self.metadata.get('split.count', 0)
+    if shards not in (0, 1):
+      raise errors.UsageError(
+          f'{self.source}: expected a whole GGUF file, found one of {shards}'
+          " split ones: join them with llama.cpp's 'llama-gguf-split --merge"
+          " FIRST OUT' and give that file"
+      )
     self.tensors = self._read_infos(cursor, tensor_count)
 
   def _read_infos(
@@ -270,13 +206,14 @@ class GgufFile:
     base = -(-cursor.at // align) * align
     infos, end = {}, base
     for name, shape, kind, offset in sorted(raw, key=lambda r: r[3]):
-      if kind not in _TYPES:
+      if kind not in gguf_blocks.TYPES:
         raise errors.UsageError(
-            f'{self.source}: {name} has tensor type {kind}, known are'
-            f' {", ".join(t.name for t in _TYPES.values())}: use a file that'
-            ' is quantised to those'
+            f'{self.source}: tensor {name} has the type'
+            f' {gguf_blocks.OTHERS.get(kind, kind)}, expected one of'
+            f' {", ".join(gguf_blocks.BY_NAME)}: use a file that is quantised'
+            ' to those'
         )
-      block = _TYPES[kind]
+      block = gguf_blocks.TYPES[kind]
       if shape[-1] % block.values or 0 in shape:
         raise cursor.damage(f'{name}: shape {list(shape)} for {block.name}')
       nbytes = math.prod(shape) // block.values * block.nbytes
@@ -297,7 +234,8 @@ class GgufFile:
 
     Args:
       name: tensor in `tensors`; rank 1 counts as one row.
-      start: first row.
+      start: first row; of a higher rank, rows count through all axes but the
+        last.
       stop: behind the last row.
 
     Returns:
@@ -307,17 +245,18 @@ class GgufFile:
       NumericsError: if a value is NaN or infinite.
     """
     info = self.tensors[name]
-    block = next(t for t in _TYPES.values() if t.name == info.dtype)
+    block = gguf_blocks.BY_NAME[info.dtype]
     width = info.shape[-1]
     row_bytes = width // block.values * block.nbytes
-    raw = self.data[info.start + start * row_bytes:
-                    info.start + stop * row_bytes]
+    begin, end = (info.start + row * row_bytes for row in (start, stop))
+    raw = self.data[begin:end].reshape(-1, block.nbytes)
     with np.errstate(all='ignore'):
-      values = block.unpack(raw.reshape(-1, block.nbytes))
+      values = block.unpack(raw)
       flat = values.reshape(-1)
       # Finite unless a value is not, or squares overflow: then look closer.
       squares = flat @ flat
     values = values.reshape(stop - start, width)
+    self._forget(begin, end)
     if not np.isfinite(squares) and not np.isfinite(flat).all():
       bad = int(np.argmin(np.isfinite(flat)))
       raise errors.NumericsError(
@@ -326,3 +265,9 @@ class GgufFile:
           ' the file is damaged: fetch it again'
       )
     return values
+
+  def _forget(self, start: int, stop: int) -> None:
+    """Takes mapped bytes out of this process's memory; they may come back."""
+    if self._map is not None and hasattr(self._map, 'madvise'):
+      start -= start % mmap.PAGESIZE
+      self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)

@@ -1,51 +1,86 @@
-"""What a Gemma 3 GGUF file says: config, tokenizer, canonical tensors."""
+"""A Gemma GGUF file as a source: config, tokenizer, canonical tensors.
+
+Names: github.com/ggml-org/llama.cpp `gguf-py/gguf/constants.py`. Gemma 3 files
+store norm weights as 1 + w, Gemma 4 files as they are used.
+"""
 
 from collections.abc import Iterator
-import dataclasses
+from collections.abc import Sequence
+import os
 from typing import Any
 
 import numpy as np
 
-from kvgraft_jax import config as config_lib
 from kvgraft_jax import errors
-from kvgraft_jax import hashing
 from kvgraft_jax import tokenizer as tokenizer_lib
 from kvgraft_jax.checkpoints import gguf
+from kvgraft_jax.checkpoints import gguf_config
+from kvgraft_jax.checkpoints import source as source_lib
+from kvgraft_jax.checkpoints import tokenizer_files
 from kvgraft_jax.checkpoints import tree
 
-_LAYER_NAMES = {
-    'attn_norm': 'input_layernorm',
-    'attn_q': 'self_attn.q_proj',
-    'attn_k': 'self_attn.k_proj',
-    'attn_v': 'self_attn.v_proj',
-    'attn_output': 'self_attn.o_proj',
-    'attn_q_norm': 'self_attn.q_norm',
-    'attn_k_norm': 'self_attn.k_norm',
-    'post_attention_norm': 'post_attention_layernorm',
-    'ffn_norm': 'pre_feedforward_layernorm',
-    'ffn_gate': 'mlp.gate_proj',
-    'ffn_up': 'mlp.up_proj',
-    'ffn_down': 'mlp.down_proj',
-    'post_ffw_norm': 'post_feedforward_layernorm',
+# Canonical name, without the layer and '.weight', -> name in the file.
+_NAMES = {
+    'embed_tokens': 'token_embd',
+    'norm': 'output_norm',
+    'embed_tokens_per_layer': 'per_layer_token_embd',
+    'per_layer_model_projection': 'per_layer_model_proj',
+    'per_layer_projection_norm': 'per_layer_proj_norm',
+    'input_layernorm': 'attn_norm',
+    'self_attn.q_proj': 'attn_q',
+    'self_attn.k_proj': 'attn_k',
+    'self_attn.v_proj': 'attn_v',
+    'self_attn.o_proj': 'attn_output',
+    'self_attn.q_norm': 'attn_q_norm',
+    'self_attn.k_norm': 'attn_k_norm',
+    'post_attention_layernorm': 'post_attention_norm',
+    'pre_feedforward_layernorm': 'ffn_norm',
+    'pre_feedforward_layernorm_2': 'pre_ffw_norm_2',
+    'mlp.gate_proj': 'ffn_gate',
+    'mlp.up_proj': 'ffn_up',
+    'mlp.down_proj': 'ffn_down',
+    'post_feedforward_layernorm': 'post_ffw_norm',
+    'post_feedforward_layernorm_1': 'post_ffw_norm_1',
+    'post_feedforward_layernorm_2': 'post_ffw_norm_2',
+    'per_layer_input_gate': 'inp_gate',
+    'per_layer_projection': 'proj',
+    'post_per_layer_input_norm': 'post_norm',
+    'router.proj': 'ffn_gate_inp',
+    'experts.gate_up_proj': 'ffn_gate_up_exps',
+    'experts.down_proj': 'ffn_down_exps',
+    'layer_scalar': 'layer_output_scale',
 }
-_PIECE_VALUES = 1 << 23  # float32 values dequantised at once: 32 MiB.
+_SCALES = {
+    'router.scale': 'ffn_gate_inp.scale',
+    'router.per_expert_scale': 'ffn_down_exps.scale',
+}
+# Tables with a row for each entry of the file's vocabulary.
+_BY_TOKEN = ('embed_tokens.weight', 'embed_tokens_per_layer.weight')
+# What ends the model's part of a conversation.
+_TURN_ENDS = ('<end_of_turn>', '<turn|>', '<|tool_response>')
 
 
-def _size(config: config_lib.ModelConfig) -> tuple[int, ...]:
-  """Returns what tells the published sizes apart."""
-  return (len(config.layers), config.width, config.hidden, config.num_heads,
-          config.full.head_dim)
+def _name_in_file(name: str) -> str:
+  """Returns what a canonical tensor is called in a file."""
+  prefix = ''
+  if name.startswith('layers.'):
+    _, layer, name = name.split('.', 2)
+    prefix = f'blk.{layer}.'
+  scale = _SCALES.get(name)
+  return prefix + (scale or _NAMES[name.removesuffix('.weight')] + '.weight')
 
 
 class GemmaGguf:
-  """A GGUF file whose header has been accepted as a Gemma 3 model.
+  """A GGUF file whose header has been accepted as a Gemma 3 or 4 model.
 
   Attributes:
     source: name for messages.
     config: the architecture.
     tokenizer: from the file's vocabulary.
     slots: canonical name -> where it goes in the parameter tree.
-    template_fingerprint: of the file's chat template, or 'none'.
+    template: text of the file's chat template, or None.
+    files: paths of the file, or of its parts.
+    skipped: tensors of the file that the model has no use for.
   """
 
   def __init__(self, file: gguf.GgufFile):
@@ -59,122 +94,30 @@ class GemmaGguf:
         is missing, surplus or misshapen.
     """
     self.source = file.source
+    self.files: Sequence[str | os.PathLike[str]] = file.files
     self._file = file
-    architecture = file.metadata.get('general.architecture')
-    if architecture != 'gemma3':
-      raise errors.UsageError(
-          f"{self.source}: expected the architecture 'gemma3', found"
-          f' {architecture!r}: give a Gemma 3 text model'
-      )
-    tokens = self._get('tokenizer.ggml.tokens', list)
-    kinds = self._get('tokenizer.ggml.token_type', np.ndarray)
+    tokens = gguf_config.value(file, 'tokenizer.ggml.tokens', list)
+    kinds = gguf_config.value(file, 'tokenizer.ggml.token_type', np.ndarray)
     self._rows = len(tokens)
     # Larger models pad the vocabulary with rows that are never text.
     used = np.flatnonzero(kinds != tokenizer_lib.UNUSED)
     vocab = int(used[-1]) + 1 if used.size else self._rows
-    self.config = self._read_config(vocab)
-    self.tokenizer = self._read_tokenizer(vocab)
+    self.config = gguf_config.read(file, vocab)
     template = file.metadata.get('tokenizer.chat_template')
-    self.template_fingerprint = (
-        hashing.sha256('kvgraft.template', template.encode('utf-8'))
-        if isinstance(template, str) else 'none'
-    )
+    self.template: str | None = template if isinstance(template, str) else None
+    self.tokenizer: Any = self._read_tokenizer(vocab)
     self.slots = tree.slots(self.config)
-    self._names = self._check_tensors()
+    self._parts = {name: self._find(name) for name in self.slots}
+    self.skipped = self._check_tensors()
 
-  def _get(self, key: str, kind: type[Any]) -> Any:
-    """Returns a metadata value; integers must be positive."""
-    value = self._file.metadata.get(key)
-    if not isinstance(value, kind) or (kind is int and value < 1):
-      raise errors.UsageError(
-          f'{self.source}: {key} expected {kind.__name__}, found'
-          f' {str(value)[:40]!r}: the file is no complete Gemma 3 model'
-      )
-    return value
-
-  def _read_config(self, vocab: int) -> config_lib.ModelConfig:
-    def number(key: str) -> int:
-      return self._get(f'gemma3.{key}', int)
-
+  def _read_tokenizer(self, vocab: int) -> Any:
     meta = self._file.metadata
-    head_dim = number('attention.key_length')
-    eps = self._get('gemma3.attention.layer_norm_rms_epsilon', float)
-    for what, expected, found in (
-        ('attention.value_length', head_dim,
-         number('attention.value_length')),
-        ('attention.layer_norm_rms_epsilon', '1e-06', f'{eps:.0e}'),
-        ('rope.scaling.type', 'linear',
-         meta.get('gemma3.rope.scaling.type', 'linear')),
-        ('final_logit_softcapping', 'none',
-         meta.get('gemma3.final_logit_softcapping') or 'none'),
-    ):
-      if expected != found:
-        raise errors.UsageError(
-            f'{self.source}: gemma3.{what} expected {expected}, found {found}:'
-            ' this variant is not supported'
-        )
-    layers = number('block_count')
-    kv_heads = number('attention.head_count_kv')
-    theta = self._whole('rope.freq_base', meta.get('gemma3.rope.freq_base',
-                                                   1e6))
-    config = config_lib.ModelConfig(
-        name='',
-        family='gemma3',
-        vocab_size=vocab,
-        width=number('embedding_length'),
-        hidden=number('feed_forward_length'),
-        num_heads=number('attention.head_count'),
-        # The file names neither the pattern nor the local rotary base.
-        layers=tuple(
-            config_lib.SLIDING if (i + 1) % 6 else config_lib.GLOBAL
-            for i in range(layers)
-        ),
-        sliding=config_lib.AttentionSpec(
-            kv_heads, head_dim, number('attention.sliding_window'), 10_000
-        ),
-        full=config_lib.AttentionSpec(kv_heads, head_dim, None, theta),
-        query_scale_dim=head_dim,
-        max_context=number('context_length'),
-    )
-    if config.num_heads % kv_heads or head_dim % 2:
-      raise errors.UsageError(
-          f'{self.source}: {config.num_heads} query heads, {kv_heads} kv heads'
-          f' of {head_dim}: expected a multiple and an even size: the file is'
-          ' no Gemma 3 model'
-      )
-    # Nor the query scale, and older converters no rotary scaling: both follow
-    # from the published size.
-    preset = next(
-        (p for p in config_lib.PRESETS.values() if _size(p) == _size(config)),
-        None,
-    )
-    factor = meta.get('gemma3.rope.scaling.factor')
-    if factor is not None:
-      divisor = self._whole('rope.scaling.factor', factor)
-    else:
-      divisor = preset.full.rope_divisor if preset else 1
-    return dataclasses.replace(
-        config,
-        name=preset.name if preset else 'gguf',
-        query_scale_dim=preset.query_scale_dim if preset else head_dim,
-        full=dataclasses.replace(config.full, rope_divisor=divisor),
-    )
-
-  def _whole(self, key: str, value: float) -> int:
-    if not isinstance(value, (int, float)) or value < 1 or value % 1:
-      raise errors.UsageError(
-          f'{self.source}: gemma3.{key} expected a whole number, found'
-          f' {value!r}: this variant is not supported'
-      )
-    return int(value)
-
-  def _read_tokenizer(self, vocab: int) -> tokenizer_lib.SpmTokenizer:
-    meta = self._file.metadata
-    model = self._get('tokenizer.ggml.model', str)
-    if model != 'llama':
+    model = gguf_config.value(self._file, 'tokenizer.ggml.model', str)
+    if model not in ('llama', 'gemma4'):
       raise errors.UsageError(
           f"{self.source}: expected the tokenizer model 'llama'"
-          f' (SentencePiece), found {model!r}: this variant is not supported'
+          f" (SentencePiece) or 'gemma4' (merges), found {model!r}: this"
+          ' variant is not supported'
       )
     tokens = meta['tokenizer.ggml.tokens'][:vocab]
     kinds = meta['tokenizer.ggml.token_type'][:vocab]
@@ -183,65 +126,103 @@ class GemmaGguf:
       value = meta.get(f'tokenizer.ggml.{name}_token_id', default)
       return value if isinstance(value, int) else -1
 
+    # Files name one or the other end and leave the rest out.
+    ends = ('<eos>', *(_TURN_ENDS if self.template else ()))
     eos = {token('eos'), token('eot')} - {-1}
-    # Instruction-tuned files name the end of a turn and leave this one out.
-    eos |= {i for i, p in enumerate(tokens[:256]) if p == '<eos>'}
+    eos |= {i for i, p in enumerate(tokens[:256]) if p in ends}
+    ids: dict[str, Any] = {
+        'bos_id': token('bos', 2), 'eos_ids': sorted(eos),
+        'unk_id': token('unknown', 3),
+    }
+    if model == 'gemma4':
+      merges = gguf_config.value(self._file, 'tokenizer.ggml.merges', list)
+      return tokenizer_files.from_gguf_merges(
+          tokens, merges, kinds, source=self.source, **ids
+      )
+    scores = gguf_config.value(
+        self._file, 'tokenizer.ggml.scores', np.ndarray
+    )
     return tokenizer_lib.SpmTokenizer.from_pieces(
-        tokens,
-        self._get('tokenizer.ggml.scores', np.ndarray)[:vocab],
-        kinds,
-        bos_id=token('bos', 2),
-        eos_ids=sorted(eos),
-        unk_id=token('unknown', 3),
+        tokens, scores[:vocab], kinds, **ids
     )
 
-  def _check_tensors(self) -> dict[str, str]:
-    """Returns canonical name -> name in the file."""
-    names = {'embed_tokens.weight': 'token_embd.weight',
-             'norm.weight': 'output_norm.weight'}
-    for i in range(len(self.config.layers)):
-      for theirs, ours in _LAYER_NAMES.items():
-        names[f'layers.{i}.{ours}.weight'] = f'blk.{i}.{theirs}.weight'
+  def _find(self, name: str) -> tuple[str, ...]:
+    """Returns the tensors of the file that make a canonical one."""
+    theirs = _name_in_file(name)
+    if name.endswith('experts.gate_up_proj'):
+      apart = tuple(
+          theirs.replace('gate_up', part) for part in ('gate', 'up')
+      )
+      if theirs not in self._file.tensors and apart[0] in self._file.tensors:
+        return apart
+    return (theirs,)
+
+  def _check_tensors(self) -> tuple[str, ...]:
+    """Returns the tensors that the model has no use for."""
     found = self._file.tensors
-    missing = [n for n in names.values() if n not in found]
-    surplus = sorted(set(found) - set(names.values()))
+    needed = [theirs for parts in self._parts.values() for theirs in parts]
+    unused = set()
+    if self.config.family == 'gemma4':
+      unused.add(gguf_config.ROPE_FREQS)  # It is in the config.
+    for i in range(self.config.first_shared, len(self.config.layers)):
+      unused |= {
+          f'blk.{i}.{n}.weight' for n in ('attn_k', 'attn_v', 'attn_k_norm')
+      }
+    missing = [theirs for theirs in needed if theirs not in found]
+    surplus = sorted(set(found) - set(needed) - unused)
     for what, these in (('is missing', missing), ('is not expected', surplus)):
       if these:
         raise errors.UsageError(
             f'{self.source}: tensor {these[0]} {what} ({len(these)} in all):'
-            f' expected the {len(names)} tensors of a'
-            f' {len(self.config.layers)}-layer Gemma 3: use a file of that'
-            ' architecture'
+            f' expected the {len(needed)} tensors of a'
+            f' {len(self.config.layers)}-layer {self.config.family} model: use'
+            ' a file of that architecture'
         )
-    for name, slot in self.slots.items():
-      shape = slot.shape
-      if name == 'embed_tokens.weight':
+    for name, parts in self._parts.items():
+      shape = self.slots[name].shape
+      if name in _BY_TOKEN:
         shape = (self._rows,) + shape[1:]
-      if found[names[name]].shape != shape:
-        raise errors.UsageError(
-            f'{self.source}: tensor {names[name]} expected shape'
-            f' {list(shape)}, found {list(found[names[name]].shape)}: the file'
-            ' contradicts its own header'
-        )
-    return names
+      if len(parts) > 1:
+        shape = (shape[0], shape[1] // len(parts)) + shape[2:]
+      for theirs in parts:
+        if found[theirs].shape != shape:
+          raise errors.UsageError(
+              f'{self.source}: tensor {theirs} expected shape {list(shape)},'
+              f' found {list(found[theirs].shape)}: the file contradicts its'
+              ' own header'
+          )
+    return tuple(sorted(unused & set(found)))
+
+  def value_dtype(self, name: str) -> str:
+    """Returns 'float32': what dequantisation gives, whatever is stored."""
+    del name
+    return 'float32'
 
   def pieces(self, name: str) -> Iterator[np.ndarray]:
-    """Yields a canonical tensor from its first row to its last.
+    """Yields a canonical tensor in slices of its first axis, in order.
 
     Args:
       name: canonical name.
 
     Yields:
-      float32 [rows, in] of a matrix; [D] of a norm, as w.
+      float32 [rows, ...]; norm weights as w, not as 1 + w.
     """
-    slot = self.slots[name]
-    if slot.is_norm:
-      # These files store 1 + w.
-      yield self._file.rows(self._names[name], 0, 1)[0] - np.float32(1)
+    slot, parts = self.slots[name], self._parts[name]
+    if len(slot.shape) == 1:
+      values = self._file.rows(parts[0], 0, 1)[0]
+      if slot.is_norm and self.config.norm_offset:
+        values = values - np.float32(self.config.norm_offset)
+      yield values
       return
-    rows, width = slot.shape
-    step = max(1, _PIECE_VALUES // width)
-    for start in range(0, rows, step):
-      yield self._file.rows(
-          self._names[name], start, min(start + step, rows)
-      )
+    *inner, width = slot.shape[1:]
+    rows = inner[0] // len(parts) if inner else 1  # Of one slice, in one part.
+    step = source_lib.piece_rows(slot.shape)
+    for start in range(0, slot.shape[0], step):
+      stop = min(start + step, slot.shape[0])
+      values = [
+          self._file.rows(theirs, start * rows, stop * rows)
+          for theirs in parts
+      ]
+      if inner:
+        values = [v.reshape(stop - start, rows, width) for v in values]
+      yield values[0] if len(parts) == 1 else np.concatenate(values, axis=1)

@@ -17,13 +17,13 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import pathlib
 import secrets
 from typing import Any
 
 import blake3
-import ml_dtypes
 import numpy as np
 
 from kvgraft_jax import config as config_lib
@@ -31,17 +31,16 @@ from kvgraft_jax import errors
 from kvgraft_jax import hashing
 from kvgraft_jax import paths
 from kvgraft_jax import tokenizer as tokenizer_lib
-from kvgraft_jax.checkpoints import gguf_gemma
 from kvgraft_jax.checkpoints import safetensors
+from kvgraft_jax.checkpoints import source as source_lib
+from kvgraft_jax.checkpoints import tokenizer_files
 from kvgraft_jax.checkpoints import tree
 
-_FORMAT = 2  # Of everything below the cache directory; old ones are ignored.
+CONTENT = 'kvgraft.source'  # Tag of the memo of `content_sha256`.
+_FORMAT = 3  # Of everything below the cache directory; old ones are ignored.
 _TOKENIZER = 'tokenizer.safetensors'
+_JSON = 'tokenizer.json'  # Array of a tokenizer that is kept as such a file.
 _TEMPORARY = 'tmp-'
-_DTYPES = {
-    'bfloat16': np.dtype(ml_dtypes.bfloat16),
-    'float32': np.dtype(np.float32),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,21 +51,19 @@ class Entry:
     config: the architecture.
     params: nested dict of read-only arrays, 64-byte aligned.
     tokenizer: the model's own.
+    template: text of its chat template, or None.
     model_fingerprint: hex.
-    tokenizer_fingerprint: hex.
-    template_fingerprint: hex or 'none'.
   """
 
   config: config_lib.ModelConfig
   params: dict[str, Any]
-  tokenizer: tokenizer_lib.SpmTokenizer
+  tokenizer: tokenizer_lib.Tokenizer
+  template: str | None
   model_fingerprint: str
-  tokenizer_fingerprint: str
-  template_fingerprint: str
 
 
 def load_or_convert(
-    content: str, dtype: str, open_source: Callable[[], gguf_gemma.GemmaGguf]
+    content: str, dtype: str, open_source: Callable[[], source_lib.Source]
 ) -> Entry:
   """Returns a model from the cache, converted now if it is not there.
 
@@ -106,29 +103,72 @@ def content_sha256(files: Sequence[str | os.PathLike[str]]) -> str:
   Raises:
     NotFoundError: if one cannot be read.
   """
+  memo = Memo(CONTENT, files)
+  if memo.value is not None:
+    return memo.value
+  digest = hashlib.sha256()
   try:
-    state = _state(files)
-    folder = paths.cache_dir() / 'sources'
-    memo = folder / f'{hashing.json_sha256("kvgraft.source", state)}.json'
-    known = _read_sealed(memo)
-    if known is not None:
-      return known['sha256']
-    digest = hashlib.sha256()
     for path in files:
       with open(path, 'rb') as f:
         while block := f.read(1 << 20):
           digest.update(block)
-    unchanged = _state(files) == state
   except OSError as e:
-    raise errors.NotFoundError(
-        f'{e.filename or files[0]}: cannot read the model file: {e.strerror}'
-    ) from None
-  content = digest.hexdigest()
-  if unchanged:
-    # Only a memo: what cannot be kept is computed again.
-    with contextlib.suppress(errors.StorageError), _writing(folder):
-      _replace(memo, _seal({'sha256': content, 'source': state}))
-  return content
+    raise _unreadable(files, e) from None
+  return memo.keep(digest.hexdigest())
+
+
+class Memo:
+  """A hash that files decide, remembered until one of them changes.
+
+  They are told apart by path, size, time and inode.
+
+  Attributes:
+    value: hex, or None if it is not known.
+  """
+
+  def __init__(
+      self, tag: str, files: Sequence[str | os.PathLike[str]], more: Any = None
+  ):
+    """Looks it up in the cache directory.
+
+    Args:
+      tag: what the hash is of.
+      files: paths.
+      more: canonical JSON that decides the hash too.
+
+    Raises:
+      NotFoundError: if a file cannot be read.
+    """
+    self._files = files
+    self._state = self._now()
+    name = hashing.json_sha256(
+        tag, self._state if more is None else [self._state, more])
+    self._path = paths.cache_dir() / 'sources' / f'{name}.json'
+    self.value: str | None = (
+        _read_sealed(self._path) or {}).get('sha256')
+
+  def keep(self, value: str) -> str:
+    """Remembers and returns `value`; not if a file has changed meanwhile."""
+    if self._now() == self._state:
+      # Only a memo: what cannot be kept is computed again.
+      with contextlib.suppress(errors.StorageError):
+        with _writing(self._path.parent):
+          _replace(self._path, _seal({'sha256': value, 'source': self._state}))
+    return value
+
+  def _now(self) -> list[list[Any]]:
+    try:
+      return _state(self._files)
+    except OSError as e:
+      raise _unreadable(self._files, e) from None
+
+
+def _unreadable(
+    files: Sequence[str | os.PathLike[str]], error: OSError
+) -> errors.NotFoundError:
+  return errors.NotFoundError(
+      f'{error.filename or files[0]}: cannot read the model file:'
+      f' {error.strerror}')
 
 
 def _state(files: Sequence[str | os.PathLike[str]]) -> list[list[Any]]:
@@ -216,12 +256,12 @@ def _file_blake3(path: pathlib.Path) -> str:
 
 
 def _convert(
-    source: gguf_gemma.GemmaGguf, folder: pathlib.Path, dtype: str
+    source: source_lib.Source, folder: pathlib.Path, dtype: str
 ) -> None:
   """Writes weights and tokenizer, then the index that makes them count."""
   shapes = dict(tree.flatten(tree.param_shapes(source.config)))
   plan = safetensors.layout({
-      path: (shape, _DTYPES[dtype if is_matrix else 'float32'])
+      path: (shape, source_lib.DTYPES[dtype if is_matrix else 'float32'])
       for path, (shape, is_matrix) in shapes.items()
   })
   weights = folder / f'{dtype}.safetensors'
@@ -236,18 +276,14 @@ def _convert(
         name: _write_tensor(f, source, name, plan.starts, dtype)
         for name in sorted(source.slots)
     }
-  tokenizer = source.tokenizer
-  packed = safetensors.pack(
-      tokenizer.arrays, {'values': json.dumps(tokenizer.values)}
-  )
+  packed = _pack_tokenizer(source.tokenizer)
   _replace(folder / _TOKENIZER, packed)
   stat = os.stat(weights)
   _replace(folder / f'{dtype}.json', _seal({
       'config': source.config.to_json(),
       'config_name': source.config.name,
       'model': tree.model_fingerprint(source.config, digests),
-      'template': source.template_fingerprint,
-      'tokenizer': tokenizer.fingerprint,
+      'template': source.template,
       'tokenizer_blake3': blake3.blake3(packed).hexdigest(),
       'weights_blake3': _file_blake3(weights),
       'weights_bytes': stat.st_size,
@@ -256,21 +292,38 @@ def _convert(
 
 
 def _write_tensor(
-    f: Any, source: gguf_gemma.GemmaGguf, name: str,
+    f: Any, source: source_lib.Source, name: str,
     starts: Mapping[str, int], dtype: str,
 ) -> str:
   """Writes one canonical tensor to its place; returns its digest."""
   slot = source.slots[name]
   digest = hashlib.sha256()
-  stored = _DTYPES['float32' if slot.is_norm else dtype]
-  row_bytes = stored.itemsize * (1 if slot.is_norm else slot.shape[1])
+  row_bytes = source_lib.stored_dtype(slot, dtype).itemsize * math.prod(
+      slot.shape[1:])
   f.seek(starts[slot.path] + slot.row * row_bytes)
-  for piece in source.pieces(name):
-    digest.update(np.ascontiguousarray(piece, '<f4').data)
-    if slot.is_norm:
-      piece = piece + np.float32(source.config.norm_offset)
-    f.write(np.ascontiguousarray(piece.astype(stored)).view(np.uint8).data)
-  return tree.tensor_digest(name, slot.shape, 'float32', digest.hexdigest())
+  for piece in source_lib.prepared(source, name, dtype, digest):
+    f.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+  return tree.tensor_digest(
+      name, slot.shape, source.value_dtype(name), digest.hexdigest())
+
+
+def _pack_tokenizer(tokenizer: Any) -> bytes:
+  """Returns the file of a tokenizer that a GGUF file can have."""
+  if isinstance(tokenizer, tokenizer_lib.SpmTokenizer):
+    arrays, values = tokenizer.arrays, tokenizer.values
+  else:
+    arrays = {_JSON: np.frombuffer(tokenizer.data, np.uint8)}
+    values = {'bos': tokenizer.bos_id, 'eos_ids': list(tokenizer.eos_ids)}
+  return safetensors.pack(arrays, {'values': json.dumps(values)})
+
+
+def _unpack_tokenizer(data: bytes) -> tokenizer_lib.Tokenizer:
+  """Returns what `_pack_tokenizer` wrote."""
+  arrays, metadata = safetensors.unpack(data, _TOKENIZER)
+  values = json.loads(metadata['values'])
+  if _JSON in arrays:
+    return tokenizer_files.HfTokenizer(arrays[_JSON].tobytes(), **values)
+  return tokenizer_lib.SpmTokenizer(arrays, values)
 
 
 def _load(folder: pathlib.Path, dtype: str) -> Entry | None:
@@ -291,7 +344,7 @@ def _load(folder: pathlib.Path, dtype: str) -> Entry | None:
     if blake3.blake3(packed).hexdigest() != index['tokenizer_blake3']:
       return None
     flat, _ = safetensors.load(weights)
-    arrays, metadata = safetensors.unpack(packed, _TOKENIZER)
+    tokenizer = _unpack_tokenizer(packed)
     config = config_lib.ModelConfig.from_json(
         index['config'], index['config_name']
     )
@@ -300,17 +353,14 @@ def _load(folder: pathlib.Path, dtype: str) -> Entry | None:
   if config.to_json() != index['config']:
     return None  # Written by a version whose configs say less.
   for path, (shape, is_matrix) in tree.flatten(tree.param_shapes(config)):
-    stored = _DTYPES[dtype if is_matrix else 'float32']
+    stored = source_lib.DTYPES[dtype if is_matrix else 'float32']
     if path not in flat or (flat[path].shape, flat[path].dtype) != (
         shape, stored):
       return None
   return Entry(
       config=config,
       params=tree.nest(flat),
-      tokenizer=tokenizer_lib.SpmTokenizer(
-          arrays, json.loads(metadata['values'])
-      ),
+      tokenizer=tokenizer,
+      template=index['template'],
       model_fingerprint=index['model'],
-      tokenizer_fingerprint=index['tokenizer'],
-      template_fingerprint=index['template'],
   )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 import dataclasses
 import logging
 import os
+import pathlib
 from typing import Any
 
 from kvgraft_jax import config as config_lib
@@ -11,15 +12,19 @@ from kvgraft_jax import errors
 from kvgraft_jax import tokenizer as tokenizer_lib
 from kvgraft_jax.checkpoints import gguf
 from kvgraft_jax.checkpoints import gguf_gemma
+from kvgraft_jax.checkpoints import huggingface
 from kvgraft_jax.checkpoints import native
+from kvgraft_jax.checkpoints import orbax_trees
 from kvgraft_jax.checkpoints import random_init
+from kvgraft_jax.checkpoints import source as source_lib
 
 EMBEDDED = 'gemma3-270m'
 _ACCEPTED = (
-    f"accepted are '{EMBEDDED}', a .gguf file, 'tiny:SEED' and"
-    " 'random:PRESET:SEED'"
+    f"accepted are '{EMBEDDED}', a Hugging Face or Orbax directory, a .gguf"
+    " file, 'tiny:SEED' and 'random:PRESET:SEED'"
 )
-_NONE = 'none'
+_HUGGING_FACE = (huggingface.CONFIG, '*.safetensors', 'adapter_config.json',
+                 'pytorch_model*')
 _LOG = logging.getLogger(__name__)
 
 
@@ -31,27 +36,35 @@ class Checkpoint:
     config: the architecture.
     params: nested dict of numpy or jax arrays, as `tree.param_shapes` says.
     tokenizer: None if the source has none.
+    template: text of the chat template, or None.
     model_fingerprint: hex.
-    tokenizer_fingerprint: hex, or 'none'.
-    template_fingerprint: hex, or 'none'.
     source: what was asked for.
   """
 
   config: config_lib.ModelConfig
   params: dict[str, Any]
-  tokenizer: tokenizer_lib.SpmTokenizer | tokenizer_lib.ByteTokenizer | None
+  tokenizer: Any
+  template: str | None
   model_fingerprint: str
-  tokenizer_fingerprint: str
-  template_fingerprint: str
   source: str
+
+  @property
+  def tokenizer_fingerprint(self) -> str:
+    """Hex, or 'none'."""
+    return source_lib.tokenizer_fingerprint(self.tokenizer)
+
+  @property
+  def template_fingerprint(self) -> str:
+    """Hex, or 'none'."""
+    return source_lib.template_fingerprint(self.template)
 
 
 def resolve(spec: str, dtype: str) -> Checkpoint:
   """Returns the model that `spec` names.
 
   Args:
-    spec: 'gemma3-270m', the path of a .gguf file, 'tiny:SEED' or
-      'random:PRESET:SEED'.
+    spec: 'gemma3-270m', the path of a Hugging Face or Orbax directory or of a
+      .gguf file, 'tiny:SEED' or 'random:PRESET:SEED'.
     dtype: 'bfloat16' or 'float32', of the matrices.
 
   Raises:
@@ -66,8 +79,8 @@ def resolve(spec: str, dtype: str) -> Checkpoint:
     parts, content = _embedded()
     return _from_gguf(parts, content, spec, dtype)
   kind, _, rest = spec.partition(':')
-  if kind == 'tiny':
-    return _random(spec, config_lib.TINY, rest, dtype)
+  if kind in config_lib.TINY_PRESETS:
+    return _random(spec, config_lib.TINY_PRESETS[kind], rest, dtype)
   if kind == 'random':
     preset, _, seed = rest.rpartition(':')
     if preset not in config_lib.PRESETS:
@@ -77,14 +90,73 @@ def resolve(spec: str, dtype: str) -> Checkpoint:
       )
     return _random(spec, config_lib.PRESETS[preset], seed, dtype)
   if os.path.isdir(spec):
-    raise errors.UsageError(
-        f'model {spec!r}: a directory (Hugging Face or Orbax) is not supported'
-        f' yet: {_ACCEPTED}'
-    )
+    return _from_directory(spec, dtype)
   if os.path.exists(spec):
-    return _from_gguf([spec], native.content_sha256([spec]), spec, dtype)
+    opened = None
+    if native.Memo(native.CONTENT, [spec]).value is None:
+      # A file that cannot be used is refused before it is hashed.
+      opened = gguf_gemma.GemmaGguf(gguf.GgufFile([spec]))
+    content = native.content_sha256([spec])
+    return _from_gguf([spec], content, spec, dtype, opened)
   what = 'no such file' if spec.endswith('.gguf') else 'no such model or file'
   raise errors.NotFoundError(f'model {spec!r}: {what}: {_ACCEPTED}')
+
+
+def open_source(spec: str) -> source_lib.Source:
+  """Returns the checkpoint that `spec` names, its headers accepted.
+
+  Args:
+    spec: 'gemma3-270m', or the path of a Hugging Face or Orbax directory or of
+      a .gguf file.
+
+  Raises:
+    UsageError: if the spec is unknown or the file cannot be used.
+    DamageError: if a file is damaged.
+  """
+  if spec == EMBEDDED:
+    return gguf_gemma.GemmaGguf(gguf.GgufFile(_embedded()[0]))
+  if os.path.isdir(spec):
+    return _open_directory(spec)
+  if os.path.exists(spec):
+    return gguf_gemma.GemmaGguf(gguf.GgufFile([spec]))
+  raise errors.NotFoundError(
+      f'model {spec!r}: no such checkpoint: give {EMBEDDED!r}, a Hugging Face'
+      ' or Orbax directory or a .gguf file'
+  )
+
+
+def _open_directory(spec: str) -> source_lib.Source:
+  folder = pathlib.Path(spec)
+  if any(any(folder.glob(name)) for name in _HUGGING_FACE):
+    return huggingface.HfDirectory(spec)
+  if orbax_trees.is_orbax(folder):
+    return orbax_trees.OrbaxDirectory(spec)
+  found = sorted(os.listdir(spec))
+  raise errors.UsageError(
+      f'model {spec!r}: expected a directory with {huggingface.CONFIG} and'
+      f' {huggingface.WEIGHTS} (Hugging Face) or with _METADATA (Orbax), found'
+      f' {", ".join(found[:5]) or "nothing"}'
+      f'{" and more" if len(found) > 5 else ""}: give the directory that holds'
+      ' these, or the path of a .gguf file'
+  )
+
+
+def _from_directory(spec: str, dtype: str) -> Checkpoint:
+  source = _open_directory(spec)
+  tokenizer = source.tokenizer  # Refused, if at all, before the weights.
+  memo = native.Memo(
+      'kvgraft.fingerprint', source.files, source.config.to_json())
+  params, fingerprint = source_lib.load(source, dtype, memo.value)
+  if memo.value is None:
+    memo.keep(fingerprint)
+  return Checkpoint(
+      config=source.config,
+      params=params,
+      tokenizer=tokenizer,
+      template=source.template,
+      model_fingerprint=fingerprint,
+      source=spec,
+  )
 
 
 def _random(
@@ -95,17 +167,17 @@ def _random(
         f'model {spec!r}: expected a seed from 0 to {(1 << 32) - 1}, found'
         f' {seed!r}: {_ACCEPTED}'
     )
-  # The byte tokenizer has the tiny model's vocabulary and no other's.
+  # The byte tokenizer has the tiny models' vocabulary and no other's.
   tokenizer = (
-      tokenizer_lib.ByteTokenizer() if config is config_lib.TINY else None
+      tokenizer_lib.ByteTokenizer()
+      if config.name in config_lib.TINY_PRESETS else None
   )
   return Checkpoint(
       config=config,
       params=random_init.init_params(config, int(seed), dtype),
       tokenizer=tokenizer,
+      template=None,
       model_fingerprint=random_init.fingerprint(config, int(seed)),
-      tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else _NONE,
-      template_fingerprint=_NONE,
       source=spec,
   )
 
@@ -131,20 +203,20 @@ def _embedded() -> tuple[Sequence[os.PathLike[str]], str]:
 
 
 def _from_gguf(
-    files: Sequence[str | os.PathLike[str]], content: str, spec: str, dtype: str
+    files: Sequence[str | os.PathLike[str]], content: str, spec: str,
+    dtype: str, opened: gguf_gemma.GemmaGguf | None = None,
 ) -> Checkpoint:
-  def open_source() -> gguf_gemma.GemmaGguf:
-    source = gguf_gemma.GemmaGguf(gguf.GgufFile(files))
+  def open_it() -> gguf_gemma.GemmaGguf:
+    source = opened or gguf_gemma.GemmaGguf(gguf.GgufFile(files))
     _LOG.info('converting %s to %s, once; this takes a minute', spec, dtype)
     return source
 
-  entry = native.load_or_convert(content, dtype, open_source)
+  entry = native.load_or_convert(content, dtype, open_it)
   return Checkpoint(
       config=entry.config,
       params=entry.params,
       tokenizer=entry.tokenizer,
+      template=entry.template,
       model_fingerprint=entry.model_fingerprint,
-      tokenizer_fingerprint=entry.tokenizer_fingerprint,
-      template_fingerprint=entry.template_fingerprint,
       source=spec,
   )

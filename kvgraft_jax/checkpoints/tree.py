@@ -21,6 +21,13 @@ _NORMS = {
     'pre_ffw_norm': 'pre_feedforward_layernorm',
     'post_ffw_norm': 'post_feedforward_layernorm',
 }
+# The dense branch keeps the first two names of a layer without experts; the
+# fourth is then the norm of the sum of both branches.
+_EXPERT_NORMS = {
+    'post_ffw_norm_1': 'post_feedforward_layernorm_1',
+    'pre_ffw_norm_2': 'pre_feedforward_layernorm_2',
+    'post_ffw_norm_2': 'post_feedforward_layernorm_2',
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +38,8 @@ class Slot:
     shape: of the canonical tensor.
     path: leaf of the parameter tree, joined by '/'.
     row: first row of the leaf that it fills; all rows of a norm.
-    is_norm: the leaf holds the effective multiplier, in float32.
+    is_norm: a multiplier (of a norm, a layer or an expert): the leaf holds its
+      effective value, `norm_offset` added, in float32.
   """
 
   shape: tuple[int, ...]
@@ -42,35 +50,88 @@ class Slot:
 
 def slots(config: config_lib.ModelConfig) -> dict[str, Slot]:
   """Returns canonical name -> Slot for every tensor of a model."""
-  d, f, v = config.width, config.hidden, config.vocab_size
+  d, v = config.width, config.vocab_size
   out = {
       'embed_tokens.weight': Slot((v, d), 'embedder/input_embedding'),
       'norm.weight': Slot((d,), 'final_norm/scale', is_norm=True),
   }
-  for i, kind in enumerate(config.layers):
-    spec = config.spec(kind)
-    h = spec.head_dim
-    q, kv = config.num_heads * h, spec.kv_heads * h
-    here, there = f'layers.{i}.', f'layer_{i}/'
-    for leaf, name in _NORMS.items():
-      out[f'{here}{name}.weight'] = Slot(
-          (d,), f'{there}{leaf}/scale', is_norm=True
-      )
-    attn, qkv = here + 'self_attn.', there + 'attn/qkv/w'
+  if config.per_layer_dim:
+    p = config.per_layer_dim
+    all_layers = len(config.layers) * p
     out |= {
-        attn + 'q_proj.weight': Slot((q, d), qkv),
-        attn + 'k_proj.weight': Slot((kv, d), qkv, q),
-        attn + 'v_proj.weight': Slot((kv, d), qkv, q + kv),
-        attn + 'o_proj.weight': Slot((d, q), there + 'attn/attn_vec/w'),
-        attn + 'q_norm.weight': Slot(
-            (h,), there + 'attn/query_norm/scale', is_norm=True
+        'embed_tokens_per_layer.weight': Slot(
+            (v, all_layers), 'embedder/per_layer_embedding'
         ),
-        attn + 'k_norm.weight': Slot(
-            (h,), there + 'attn/key_norm/scale', is_norm=True
+        'per_layer_model_projection.weight': Slot(
+            (all_layers, d), 'embedder/per_layer_model_projection/w'
         ),
-        here + 'mlp.gate_proj.weight': Slot((f, d), there + 'mlp/gating/w'),
-        here + 'mlp.up_proj.weight': Slot((f, d), there + 'mlp/gating/w', f),
-        here + 'mlp.down_proj.weight': Slot((d, f), there + 'mlp/linear/w'),
+        'per_layer_projection_norm.weight': Slot(
+            (p,), 'embedder/per_layer_projection_norm/scale', is_norm=True
+        ),
+    }
+  for i in range(len(config.layers)):
+    here, there = f'layers.{i}.', f'layer_{i}/'
+    for name, slot in _layer_slots(config, i).items():
+      out[here + name] = dataclasses.replace(slot, path=there + slot.path)
+  return out
+
+
+def _layer_slots(
+    config: config_lib.ModelConfig, layer: int
+) -> dict[str, Slot]:
+  """Returns the slots of one layer, without its number."""
+  d, f = config.width, config.layer_hidden(layer)
+  spec = config.spec(config.layers[layer])
+  h = spec.head_dim
+  q, kv = config.num_heads * h, spec.kv_heads * h
+  norms = dict(_NORMS, **(_EXPERT_NORMS if config.num_experts else {}))
+  out = {
+      f'{name}.weight': Slot((d,), f'{leaf}/scale', is_norm=True)
+      for leaf, name in norms.items()
+  }
+  qkv = 'attn/qkv/w'
+  out |= {
+      'self_attn.q_proj.weight': Slot((q, d), qkv),
+      'self_attn.o_proj.weight': Slot((d, q), 'attn/attn_vec/w'),
+      'self_attn.q_norm.weight': Slot(
+          (h,), 'attn/query_norm/scale', is_norm=True
+      ),
+      'mlp.gate_proj.weight': Slot((f, d), 'mlp/gating/w'),
+      'mlp.up_proj.weight': Slot((f, d), 'mlp/gating/w', f),
+      'mlp.down_proj.weight': Slot((d, f), 'mlp/linear/w'),
+  }
+  if layer < config.first_shared:
+    out['self_attn.k_proj.weight'] = Slot((kv, d), qkv, q)
+    out['self_attn.k_norm.weight'] = Slot(
+        (h,), 'attn/key_norm/scale', is_norm=True
+    )
+    if not spec.value_from_key:
+      out['self_attn.v_proj.weight'] = Slot((kv, d), qkv, q + kv)
+  if config.layer_scalar:
+    out['layer_scalar'] = Slot((1,), 'layer_scalar', is_norm=True)
+  if config.per_layer_dim:
+    p = config.per_layer_dim
+    out |= {
+        'per_layer_input_gate.weight': Slot(
+            (p, d), 'per_layer_input_gate/w'
+        ),
+        'per_layer_projection.weight': Slot(
+            (d, p), 'per_layer_projection/w'
+        ),
+        'post_per_layer_input_norm.weight': Slot(
+            (d,), 'post_per_layer_input_norm/scale', is_norm=True
+        ),
+    }
+  if config.num_experts:
+    e, fe = config.num_experts, config.expert_hidden
+    out |= {
+        'router.proj.weight': Slot((e, d), 'router/w'),
+        'router.scale': Slot((d,), 'router/scale', is_norm=True),
+        'router.per_expert_scale': Slot(
+            (e,), 'router/expert_scale', is_norm=True
+        ),
+        'experts.gate_up_proj': Slot((e, 2 * fe, d), 'experts/gating/w'),
+        'experts.down_proj': Slot((e, d, fe), 'experts/linear/w'),
     }
   return out
 
