@@ -216,6 +216,26 @@ def test_a_config_that_computes_something_else_is_refused(
   assert '\n' not in str(e.value)
 
 
+@pytest.mark.parametrize('name', ['gemma3-1b', 'gemma4-26b-a4b', 'gemma4-e2b'])
+def test_any_value_is_read_or_refused(name):
+  values = hf_helpers.PUBLISHED[name]
+  keys = {*hf_config._DEFAULTS[text_of(values)['model_type']], *text_of(values),
+          'rope_parameters', 'rope_scaling', 'rope_theta', 'per_layer_config',
+          'layer_types'}
+  refused = 0
+  for key in sorted(keys):
+    for wrong in (None, -1, 0, 1.5, 10**30, 1e400, '', 'x', [], [[]], ['x'],
+                  {}, {'0': 1}, {'0': {'head_dim': None}}, True,
+                  {'full_attention': 1}, {'rope_type': []}):
+      changed = copy.deepcopy(values)
+      text_of(changed)[key] = wrong
+      try:
+        parse(changed)
+      except errors.UsageError as e:
+        refused += '\n' not in str(e)
+  assert refused > 10 * len(keys) // 2
+
+
 @pytest.mark.parametrize('text', [None, 'x', {'model_type': 'gemma4_text'}])
 def test_an_outer_config_of_another_text_model_is_refused(text):
   with pytest.raises(errors.UsageError) as e:

@@ -10,6 +10,7 @@ import pytest
 from kvgraft_jax import attention
 from kvgraft_jax import cache as cache_lib
 from kvgraft_jax import config as config_lib
+from kvgraft_jax import experts
 from kvgraft_jax import layers
 from kvgraft_jax import model as model_lib
 from kvgraft_jax import numerics
@@ -110,7 +111,7 @@ def test_matmul_rounds_operands_and_accumulates_in_float32():
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)
 
 
-# The seal: one layer in five programs, cut also between a norm and the
+# The seal: one layer in five programs or more, cut also between a norm and the
 # residual addition that it feeds, where contraction differs.
 
 
@@ -165,7 +166,11 @@ class _Layer:
     def first(params, tokens, rope, s):
       s = self.scalars(s)
       x = model_lib.embed(params, tokens, s)
-      return x, model_lib.qkv_rows(
+      inputs = None
+      if self.config.per_layer_dim:
+        inputs = model_lib.per_layer_inputs(
+            params, tokens, x, range(1), self.config, s)[:, 0]
+      return x, inputs, model_lib.qkv_rows(
           params['layer_0'], x, rope, self.kind, self.config, s)
 
     def second(q, k, v, k_cache, v_cache, start, s):
@@ -189,22 +194,53 @@ class _Layer:
       x = x + normed * s['one']
       both = layers.matmul(_norm(x, layer['pre_ffw_norm'], s),
                            layer['mlp']['gating']['w'])
-      half = both.shape[-1] // 2
-      gate = layers.gelu_tanh(
-          both[:, :half], s['gelu_inner'], s['gelu_cubic'], s['one'])
-      return x, layers.matmul(
-          gate * both[:, half:], layer['mlp']['linear']['w'])
+      hidden = layers.gated(
+          both, s['gelu_inner'], s['gelu_cubic'], s['one'])
+      outs = [layers.matmul(hidden, layer['mlp']['linear']['w'])]
+      if self.config.num_experts:
+        ids, weights = experts.route(
+            layer['router'], x, self.config.top_k_experts, s)
+        outs.append(experts.mix(
+            layer['experts'], _norm(x, layer['pre_ffw_norm_2'], s), ids,
+            weights, s))
+        names = 'post_ffw_norm_1', 'post_ffw_norm_2'
+        outs = [_norm(o, layer[n], s) for n, o in zip(names, outs)]
+      return x, outs
 
-    def fifth(layer, x, out, s):
+    def fifth(layer, x, outs, s):
       s = self.scalars(s)
+      out = outs[0]
+      if self.config.num_experts:
+        out = outs[0] * s['one'] + outs[1] * s['one']
       return x + _norm(out, layer['post_ffw_norm'], s) * s['one']
 
-    x, (q, k, v) = self.run(first, self.params, self.tokens, self.rope, s)
+    def sixth(layer, x, inputs, s):
+      s = self.scalars(s)
+      gate = layers.gelu_tanh(
+          layers.matmul(x, layer['per_layer_input_gate']['w']),
+          s['gelu_inner'], s['gelu_cubic'], s['one'])
+      out = layers.matmul(gate * inputs, layer['per_layer_projection']['w'])
+      return _norm(out, layer['post_per_layer_input_norm'], s)
+
+    def seventh(layer, x, normed, s):
+      s = self.scalars(s)
+      if normed is not None:
+        x = x + normed * s['one']
+      if self.config.layer_scalar:
+        x = x * layer['layer_scalar'][0] * s['one']
+      return x
+
+    x, inputs, (q, k, v) = self.run(
+        first, self.params, self.tokens, self.rope, s)
     mixed, k_cache, v_cache = self.run(
         second, q, k, v, cache.k[self.kind], cache.v[self.kind], np.int32(0), s)
     normed = self.run(third, layer, mixed, s)
-    x, out = self.run(fourth, layer, x, normed, s)
-    return self.run(fifth, layer, x, out, s), k_cache, v_cache
+    x, outs = self.run(fourth, layer, x, normed, s)
+    x = self.run(fifth, layer, x, outs, s)
+    normed = None
+    if inputs is not None:
+      normed = self.run(sixth, layer, x, inputs, s)
+    return self.run(seventh, layer, x, normed, s), k_cache, v_cache
 
 
 def _norm(x, params, s):
@@ -226,16 +262,20 @@ def _differing(case):
       a.size for a, _ in pairs)
 
 
-def _tiny_case(kind, dtype, literal):
-  config = _one_layer(config_lib.TINY, kind)
+def _tiny_case(kind, dtype, literal, preset='tiny'):
+  config = dataclasses.replace(
+      _one_layer(config_lib.TINY_PRESETS[preset], kind), shared_layers=0)
   return _Layer(config, numerics.default_profile(
       dtype, chunk=32, tile=4, page=16),
                 random_init.init_params(config, 3, dtype), literal)
 
 
-@pytest.mark.parametrize('kind', config_lib.KINDS)
-def test_a_sealed_layer_in_five_programs_equals_the_whole(kind):
-  differing, count = _differing(_tiny_case(kind, 'float32', False))
+@pytest.mark.parametrize('kind, preset', [
+    ('sliding', 'tiny'), ('global', 'tiny'),
+    ('sliding', 'tiny-gemma4-e2b'), ('global', 'tiny-gemma4-31b'),
+    ('sliding', 'tiny-gemma4-26b-a4b')])
+def test_a_sealed_layer_in_pieces_equals_the_whole(kind, preset):
+  differing, count = _differing(_tiny_case(kind, 'float32', False, preset))
   assert differing == 0, f'{differing} of {count} values'
 
 

@@ -19,6 +19,7 @@ COMMANDS = {
     'convert': 'write a checkpoint as safetensors or Orbax',
     'tokenize': 'text to token ids and back',
     'numerics': 'what fixes the bits here: profile, class, self-test',
+    'plan': 'memory and storage that a model needs, without loading it',
     'ls': 'list a store',
     'show': 'everything about one artifact',
 }

@@ -1,0 +1,156 @@
+"""What a model needs: weights, cache, artifacts, a corpus; nothing is loaded.
+
+Sizes are exact but for the scratch, which is an estimate. A deposit also keeps
+sliding rows on the host, and on CPU that is the device's memory.
+"""
+
+import dataclasses
+from typing import Any
+
+from absl import flags as absl_flags
+
+from kvgraft_jax import config as config_lib
+from kvgraft_jax import errors
+from kvgraft_jax.apps import cli
+from kvgraft_jax.apps import common
+from kvgraft_jax.apps import flags
+
+EXAMPLE = '--model=gemma4-12b --context=32768'
+
+
+def define(fv: absl_flags.FlagValues) -> None:
+  """Defines this command's flags."""
+  absl_flags.DEFINE_string(
+      'model', 'all', 'A published size such as gemma4-12b, a checkpoint, or'
+      ' all for every published size.', flag_values=fv)
+  absl_flags.DEFINE_enum(
+      'dtype', 'bfloat16', ['bfloat16', 'float32'],
+      'Of weights, operands and cache.', flag_values=fv)
+  absl_flags.DEFINE_integer(
+      'context', None, "Positions; the model's whole context by default.",
+      lower_bound=1, flag_values=fv)
+  absl_flags.DEFINE_integer(
+      'devices', 1, 'Spread the weights by columns over so many devices'
+      ' (arithmetic only: running on several is planned).', lower_bound=1,
+      flag_values=fv)
+  absl_flags.DEFINE_integer(
+      'corpus_tokens', None, 'Plan a store of a corpus of so many tokens.',
+      lower_bound=1, flag_values=fv)
+  absl_flags.DEFINE_integer(
+      'passage_tokens', None, 'Tokens of a passage of the corpus, an artifact'
+      ' of its own.', lower_bound=1, flag_values=fv)
+
+
+def run(args: Any) -> tuple[int, dict[str, Any]]:
+  """Plans; returns exit code and JSON."""
+  if (args.corpus_tokens is None) != (args.passage_tokens is None):
+    raise errors.UsageError(
+        '--corpus_tokens and --passage_tokens belong together; give both')
+  from kvgraft_jax import memory  # They import jax, which --help does not need.
+  from kvgraft_jax import plan
+  available = memory.available_bytes()
+  common.say('available on this device: ' + (
+      memory.human(available) if available is not None else 'unknown'))
+  if args.model == 'all':
+    if args.corpus_tokens is not None:
+      raise errors.UsageError(
+          '--corpus_tokens needs one --model, found all; name one')
+    sizes = [_describe(plan, c, args, available)
+             for c in config_lib.PRESETS.values()]
+    _table(memory, sizes)
+    return 0, {'available_bytes': available, 'models': sizes}
+  config = plan.config_of(args.model)
+  found = _describe(plan, config, args, available, strict=True)
+  _show(memory, found)
+  if args.corpus_tokens is not None:
+    profile = plan.profile_for(config, args.dtype)
+    made = plan.corpus(config, profile, args.corpus_tokens, args.passage_tokens)
+    found['corpus'] = dataclasses.asdict(made)
+    common.say(f'corpus of {made.tokens:,} tokens in {made.passages:,} passages'
+               f' of {made.passage_tokens:,}')
+    for mode in plan.MODES:
+      common.say(f'  stored {mode:6}  {memory.human(made.store[mode]):>9}'
+                 f'  ({memory.human(made.passage[mode])} a passage)')
+  fitting = None
+  if available is not None:
+    fitting = [name for name, c in config_lib.PRESETS.items()
+               if plan.needed_bytes(c, plan.profile_for(c, args.dtype), 1)
+               <= available]
+    common.say(f'published sizes that fit here: {", ".join(fitting) or "none"}')
+  return 0, found | {'available_bytes': available, 'sizes_that_fit': fitting}
+
+
+def _describe(
+    plan: Any, config: config_lib.ModelConfig, args: Any,
+    available: int | None, *, strict: bool = False,
+) -> dict[str, Any]:
+  """Returns the JSON of one model; its context is cut unless `strict`."""
+  profile = plan.profile_for(config, args.dtype)
+  context = args.context
+  if context is not None and not strict:
+    context = min(context, config.max_context)
+  made = plan.make(config, profile, context)
+  result = dataclasses.asdict(made) | {
+      'devices': args.devices,
+      'weights_per_device': -(-made.weights // args.devices),
+      'fits': None, 'largest_context': None, 'largest_deposit': None}
+  if available is not None:
+    result |= {
+        'fits': made.needed <= available,
+        'largest_context': plan.largest_context(config, profile, available),
+        'largest_deposit': plan.largest_context(
+            config, profile, available, deposit=True)}
+  return result
+
+
+def _show(memory: Any, found: dict[str, Any]) -> None:
+  human, kv = memory.human, found['kv_per_token']
+  lines = [
+      ('model', f'{found["model"]}, {found["dtype"]}'),
+      ('parameters', f'{found["parameters"]:,}'),
+      ('weights', human(found['weights'])),
+      ('K and V of a token', f'{sum(kv.values()):,} B: sliding'
+       f' {kv["sliding"]:,} B, global {kv["global"]:,} B'),
+      (f'cache for {found["context"]:,} positions',
+       f'{human(found["cache"])} ({found["cache_slots"]:,} global slots)'),
+      ('scratch, estimated', human(found['scratch'])),
+      ('kept on the host by a deposit', human(found['recorded'])),
+  ]
+  lines += [(f'artifact, sliding={mode}', human(nbytes))
+            for mode, nbytes in found['artifact'].items()]
+  if found['devices'] > 1:
+    lines.append((f'weights on each of {found["devices"]} devices',
+                  f'{human(found["weights_per_device"])} if columns divide'
+                  ' evenly; running on several is planned'))
+  if found['fits'] is not None:
+    lines += [
+        ('fits on this device', 'yes' if found['fits'] else 'NO: '
+         f'{human(found["needed"])} are needed'),
+        ('longest context that fits', f'{found["largest_context"]:,}'),
+        ('longest deposit that fits', f'{found["largest_deposit"]:,}')]
+  width = max(len(name) for name, _ in lines)
+  for name, value in lines:
+    common.say(f'{name:{width}}  {value}')
+
+
+def _table(memory: Any, sizes: list[dict[str, Any]]) -> None:
+  rows = [('model', 'weights', 'KV/token', 'context', 'cache', 'full', 'window',
+           'longest context here')]
+  for s in sizes:
+    longest = s['largest_context']
+    rows.append((
+        s['model'], memory.human(s['weights']),
+        f'{sum(s["kv_per_token"].values()):,} B', f'{s["context"]:,}',
+        memory.human(s['cache']), memory.human(s['artifact']['full']),
+        memory.human(s['artifact']['window']),
+        'unknown' if longest is None else f'{longest:,}' if longest
+        else 'does not fit'))
+  widths = [max(map(len, column)) for column in zip(*rows)]
+  for first, *rest in rows:
+    common.say('  '.join(
+        [first.ljust(widths[0])]
+        + [cell.rjust(w) for cell, w in zip(rest, widths[1:])]))
+
+
+if __name__ == '__main__':
+  cli.start('plan')

@@ -1,0 +1,107 @@
+"""What the present device can still take, known before anything is loaded."""
+
+from collections.abc import Iterator
+import pathlib
+
+import jax
+
+from kvgraft_jax import errors
+
+_PROC = pathlib.Path('/proc')
+_CGROUPS = pathlib.Path('/sys/fs/cgroup')
+
+
+def available_bytes() -> int | None:
+  """Returns bytes that the default device can still take; None if unknown.
+
+  On CPU that is what the system calls available, within the limits of this
+  process's control groups (containers, batch jobs).
+  """
+  device = jax.devices()[0]
+  if device.platform == 'cpu':
+    return host_bytes()
+  stats = device.memory_stats() or {}
+  if 'bytes_limit' not in stats:
+    return None
+  return max(0, stats['bytes_limit'] - stats.get('bytes_in_use', 0))
+
+
+def check(needed: int, what: str) -> None:
+  """Raises CapacityError if `what` cannot be placed on the default device.
+
+  Args:
+    needed: bytes.
+    what: names it, such as "random:gemma4-31b:0 in bfloat16".
+  """
+  free = available_bytes()
+  if free is not None and needed > free:
+    raise errors.CapacityError(
+        f'{what} needs {human(needed)} of memory, found {human(free)} available'
+        ' on this device; choose a smaller model or context, or'
+        ' --dtype=bfloat16; `kvgraft plan --model=all` shows what fits')
+
+
+def human(nbytes: int) -> str:
+  """Returns a size with three digits and a decimal unit."""
+  value, units = float(nbytes), ['B', 'kB', 'MB', 'GB', 'TB', 'PB']
+  while value >= 999.5 and len(units) > 1:
+    value /= 1000
+    units.pop(0)
+  digits = 0 if units[0] == 'B' or value >= 99.95 else 1 if value >= 9.995 else 2
+  return f'{value:,.{digits}f} {units[0]}'
+
+
+def host_bytes(
+    proc: pathlib.Path = _PROC, cgroups: pathlib.Path = _CGROUPS
+) -> int | None:
+  """Returns available bytes of host memory; None where there is no /proc.
+
+  Args:
+    proc: where the kernel's process files are.
+    cgroups: where its control groups are mounted, version 1 or 2.
+  """
+  meminfo = _pairs(proc / 'meminfo')
+  if 'MemAvailable:' not in meminfo:
+    return None
+  free = 1024 * meminfo['MemAvailable:']
+  return max(0, min([free, *_cgroup_bytes(proc, cgroups)]))
+
+
+def _cgroup_bytes(
+    proc: pathlib.Path, cgroups: pathlib.Path
+) -> Iterator[int]:
+  """Yields what is left in each limited group around this process."""
+  for line in _text(proc / 'self' / 'cgroup').splitlines():
+    _, controllers, path = (line.split(':', 2) + ['', ''])[:3]
+    if not controllers:
+      base, names = cgroups, ('memory.max', 'memory.current', 'inactive_file')
+    elif 'memory' in controllers.split(','):
+      base = cgroups / 'memory'
+      names = ('memory.limit_in_bytes', 'memory.usage_in_bytes',
+               'total_inactive_file')
+    else:
+      continue
+    folder = base / path.lstrip('/')
+    # A container may see its own group as the root: then only `base` exists.
+    for group in (folder, *folder.parents):
+      limit = _text(group / names[0]).strip()
+      used = _text(group / names[1]).strip()
+      if limit.isdigit() and used.isdigit():
+        # The kernel drops unused file pages before it refuses memory.
+        cached = _pairs(group / 'memory.stat').get(names[2], 0)
+        yield int(limit) - int(used) + cached
+      if group == base:
+        break
+
+
+def _text(path: pathlib.Path) -> str:
+  try:
+    return path.read_text(encoding='utf-8', errors='replace')
+  except OSError:
+    return ''
+
+
+def _pairs(path: pathlib.Path) -> dict[str, int]:
+  """Returns name -> number of a file with one of each a line."""
+  rows = (line.split() for line in _text(path).splitlines())
+  return {r[0]: int(r[1]) for r in rows if len(r) > 1 and r[1].isdigit()}

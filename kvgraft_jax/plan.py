@@ -1,0 +1,288 @@
+"""How much memory and storage a model needs, by arithmetic alone."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+
+from kvgraft_jax import artifact as artifact_lib
+from kvgraft_jax import cache as cache_lib
+from kvgraft_jax import config as config_lib
+from kvgraft_jax import errors
+from kvgraft_jax import grafting
+from kvgraft_jax import numerics
+from kvgraft_jax.checkpoints import resolve
+from kvgraft_jax.checkpoints import tree
+
+MODES = (artifact_lib.FULL, artifact_lib.WINDOW)
+# Of jax, its programs and the allocator; and of each element of the largest
+# layer matrix. Fitted to the peak while Gemma 3 270M, 1B, 4B and Gemma 4 E2B
+# ran on CPU: within a third of what was measured.
+_RUNTIME_BYTES = 400 << 20
+_BYTES_A_WEIGHT = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What one model needs for one context. All sizes are bytes.
+
+  Attributes:
+    model: name.
+    dtype: of weights, operands and cache.
+    context: positions.
+    parameters: number of weights.
+    weights: on the device.
+    kv_per_token: kind -> K and V of one token in the layers of that kind.
+    cache_slots: positions that the global layers' arrays are made for.
+    cache: K and V on the device, for one sequence.
+    scratch: an estimate of what computing takes beside them.
+    recorded: sliding rows that a deposit keeps on the host.
+    needed: on the device, to continue a context, grafted or not.
+    needed_to_deposit: on the device, to compute and store one.
+    artifact: sliding mode -> data files of an artifact of [0, context).
+  """
+
+  model: str
+  dtype: str
+  context: int
+  parameters: int
+  weights: int
+  kv_per_token: dict[str, int]
+  cache_slots: int
+  cache: int
+  scratch: int
+  recorded: int
+  needed: int
+  needed_to_deposit: int
+  artifact: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+  """A corpus in passages, each an artifact of its own from position 0.
+
+  Attributes:
+    tokens: of the corpus.
+    passage_tokens: of each passage but the last, which has the rest.
+    passages: how many.
+    store: sliding mode -> bytes of all data files.
+    passage: sliding mode -> bytes of one whole passage.
+  """
+
+  tokens: int
+  passage_tokens: int
+  passages: int
+  store: dict[str, int]
+  passage: dict[str, int]
+
+
+def config_of(spec: str) -> config_lib.ModelConfig:
+  """Returns the architecture that `spec` names, without reading weights.
+
+  Args:
+    spec: a published or tiny size, alone or as in 'random:SIZE:SEED' or
+      'SIZE:SEED'; or a checkpoint.
+
+  Raises:
+    UsageError: if there is no such model, or its headers are not accepted.
+  """
+  sizes = config_lib.PRESETS | config_lib.TINY_PRESETS
+  name = spec.removeprefix('random:').partition(':')[0]
+  if name in sizes:
+    return sizes[name]
+  try:
+    return resolve.open_source(spec).config
+  except errors.NotFoundError:
+    raise errors.NotFoundError(
+        f'model {spec!r}: no such size or checkpoint; give a path, or one of'
+        f' {", ".join(config_lib.PRESETS)}') from None
+
+
+def profile_for(
+    config: config_lib.ModelConfig, dtype: str
+) -> numerics.Profile:
+  """Returns the profile that a model has here unless asked otherwise."""
+  if config.name in config_lib.TINY_PRESETS:
+    return numerics.default_profile(dtype, chunk=32, tile=4, page=16)
+  return numerics.default_profile(dtype)
+
+
+def parameters(config: config_lib.ModelConfig) -> int:
+  """Returns the number of weights of the text model."""
+  shapes = tree.flatten(tree.param_shapes(config))
+  return sum(math.prod(shape) for _, (shape, _) in shapes)
+
+
+def weight_bytes(config: config_lib.ModelConfig, dtype: str) -> int:
+  """Returns bytes of the parameter tree."""
+  matrix = np.dtype(cache_lib.BITS[dtype]).itemsize
+  shapes = tree.flatten(tree.param_shapes(config))
+  return sum(math.prod(shape) * (matrix if is_matrix else 4)
+             for _, (shape, is_matrix) in shapes)
+
+
+def kv_bytes(config: config_lib.ModelConfig, dtype: str) -> dict[str, int]:
+  """Returns kind -> bytes of one token's K and V in all layers that own one."""
+  size = 2 * np.dtype(cache_lib.BITS[dtype]).itemsize
+  return {
+      kind: len(config.kind_layers(kind)) * size * config.spec(kind).kv_heads
+      * config.spec(kind).head_dim for kind in config_lib.KINDS}
+
+
+def slots_for(profile: numerics.Profile, positions: int) -> int:
+  """Returns the cache capacity that a context of `positions` is given."""
+  slots = 8 * profile.chunk
+  while slots < positions + profile.chunk:
+    slots *= 2
+  return slots
+
+
+def cache_bytes(
+    config: config_lib.ModelConfig, profile: numerics.Profile, positions: int
+) -> int:
+  """Returns bytes of the cache of one sequence of `positions`."""
+  size = 2 * np.dtype(cache_lib.BITS[profile.dtype]).itemsize
+  shapes = cache_lib.shapes(config, profile, 1, slots_for(profile, positions))
+  return size * sum(math.prod(shape) for shape in shapes.values())
+
+
+def scratch_bytes(
+    config: config_lib.ModelConfig, profile: numerics.Profile
+) -> int:
+  """Estimates what computing takes beside weights and cache."""
+  row = largest = 0
+  for i, kind in enumerate(config.layers):
+    spec, hidden = config.spec(kind), config.layer_hidden(i)
+    # Of one prefill row, fitted to the compiler's own figures for Gemma 3:
+    # within an eighth.
+    row = max(row, 16 * hidden + (44 + 12 * spec.kv_heads)
+              * config.num_heads * spec.head_dim)
+    largest = max(largest, 2 * hidden * config.width)
+  return _RUNTIME_BYTES + _BYTES_A_WEIGHT * largest + profile.chunk * row
+
+
+def needed_bytes(
+    config: config_lib.ModelConfig, profile: numerics.Profile, positions: int,
+    *, deposit: bool = False,
+) -> int:
+  """Returns bytes on the device for a context of `positions`.
+
+  Args:
+    config: architecture.
+    profile: numerics.
+    positions: of one sequence.
+    deposit: count the recorded rows too, where host and device memory are one;
+      they are joined in a second copy.
+  """
+  total = (weight_bytes(config, profile.dtype) + scratch_bytes(config, profile)
+           + cache_bytes(config, profile, positions))
+  if deposit and jax.default_backend() == 'cpu':
+    total += 2 * positions * kv_bytes(config, profile.dtype)[config_lib.SLIDING]
+  return total
+
+
+def artifact_bytes(
+    config: config_lib.ModelConfig, profile: numerics.Profile, end: int,
+    sliding: str, start: int = 0, block: int | None = None,
+) -> int:
+  """Returns bytes of the data files of a deposit of [start, end).
+
+  Args:
+    config: architecture.
+    profile: numerics.
+    end: one past the last position.
+    sliding: 'full' or 'window'.
+    start: first position; a child's is its parent's length.
+    block: positions of a stored block; None for the default.
+  """
+  fields = artifact_lib.KeyFields(
+      model='-', tokenizer='-', template='-', numerics_class='-',
+      parent='0' * 64 if start else '', start=start, end=end,
+      tokens_sha256='0' * 64, block=block or grafting.default_block(profile),
+      sliding=sliding)
+  layouts = grafting.layouts(config, profile.dtype)
+  return sum(artifact_lib.data_files(fields, layouts).values())
+
+
+def make(
+    config: config_lib.ModelConfig, profile: numerics.Profile,
+    context: int | None = None,
+) -> Plan:
+  """Returns the plan of a model for `context` positions.
+
+  Args:
+    config: architecture.
+    profile: numerics.
+    context: positions; None for the model's whole context.
+
+  Raises:
+    CapacityError: if the model's context is shorter.
+  """
+  context = config.max_context if context is None else context
+  if not 0 < context <= config.max_context:
+    raise errors.CapacityError(
+        f'context: expected 1 to {config.max_context}, the context of'
+        f' {config.name}, found {context}; choose a shorter one')
+  per_token = kv_bytes(config, profile.dtype)
+  return Plan(
+      model=config.name, dtype=profile.dtype, context=context,
+      parameters=parameters(config),
+      weights=weight_bytes(config, profile.dtype), kv_per_token=per_token,
+      cache_slots=slots_for(profile, context),
+      cache=cache_bytes(config, profile, context),
+      scratch=scratch_bytes(config, profile),
+      recorded=per_token[config_lib.SLIDING] * context,
+      needed=needed_bytes(config, profile, context),
+      needed_to_deposit=needed_bytes(config, profile, context, deposit=True),
+      artifact={mode: artifact_bytes(config, profile, context, mode)
+                for mode in MODES})
+
+
+def largest_context(
+    config: config_lib.ModelConfig, profile: numerics.Profile, available: int,
+    *, deposit: bool = False,
+) -> int:
+  """Returns the most positions that fit into `available` bytes; 0 for none.
+
+  Args:
+    config: architecture.
+    profile: numerics.
+    available: bytes.
+    deposit: count what depositing needs beside computing.
+  """
+  low, high = 0, config.max_context
+  while low < high:
+    middle = (low + high + 1) // 2
+    needed = needed_bytes(config, profile, middle, deposit=deposit)
+    low, high = (middle, high) if needed <= available else (low, middle - 1)
+  return low
+
+
+def corpus(
+    config: config_lib.ModelConfig, profile: numerics.Profile, tokens: int,
+    passage_tokens: int,
+) -> Corpus:
+  """Returns what the store of a corpus takes.
+
+  Args:
+    config: architecture.
+    profile: numerics.
+    tokens: of the corpus.
+    passage_tokens: of a passage.
+
+  Raises:
+    CapacityError: if a passage is longer than the model's context.
+  """
+  if not 0 < passage_tokens <= config.max_context:
+    raise errors.CapacityError(
+        f'passage_tokens: expected 1 to {config.max_context}, the context of'
+        f' {config.name}, found {passage_tokens}; choose shorter passages')
+  whole, rest = divmod(tokens, passage_tokens)
+  passage, store = {}, {}
+  for mode in MODES:
+    passage[mode] = artifact_bytes(config, profile, passage_tokens, mode)
+    store[mode] = whole * passage[mode]
+    if rest:
+      store[mode] += artifact_bytes(config, profile, rest, mode)
+  return Corpus(tokens, passage_tokens, whole + bool(rest), store, passage)
