@@ -5,8 +5,8 @@ r"""The real Gemma 3 270M of the extra `demo`, in bfloat16.
     kvgraft verify --config=configs/gemma3_270m.py \
         --store=/tmp/store --artifact=manual --continuations=50
 
-Expected of `verify`: `sha256_equal` 50, `argmax_agree` 50,
-`max_kl` 0.0, `greedy_tokens_equal` 64, exit code 0.
+Expected of `verify`: `sha256_equal` 50, `argmax_agree` 50, `max_kl` 0.0,
+`greedy_tokens_equal` 64, exit code 0.
 
 Needs, as `kvgraft plan --model=gemma3-270m --context=32768` says on CPU:
   268,098,176 parameters, 536,308,224 bytes of weights;

@@ -5,9 +5,9 @@ r"""Gemma 3 4B from a checkpoint, in bfloat16.
     kvgraft verify --config=configs/gemma3_4b.py --model=DIR \
         --store=/tmp/store --artifact=manual --continuations=50
 
-DIR is a Hugging Face or Orbax directory or a GGUF file. Expected of
-`verify`: `sha256_equal` 50, `argmax_agree` 50, `max_kl` 0.0,
-`greedy_tokens_equal` 64, exit code 0.
+DIR is a Hugging Face or Orbax directory or a GGUF file; without the flag it is
+./gemma3-4b. Expected of `verify`: `sha256_equal` 50,
+`argmax_agree` 50, `max_kl` 0.0, `greedy_tokens_equal` 64, exit code 0.
 
 Needs, as `kvgraft plan --model=gemma3-4b --context=32768` says on CPU:
   3,880,099,328 parameters, 7,760,934,912 bytes of weights;
@@ -18,4 +18,4 @@ Needs, as `kvgraft plan --model=gemma3-4b --context=32768` says on CPU:
 
 def get_config() -> dict[str, object]:
   """Returns flag values; the command line wins."""
-  return {'dtype': 'bfloat16', 'capacity': 32768}
+  return {'model': 'gemma3-4b', 'dtype': 'bfloat16', 'capacity': 32768}

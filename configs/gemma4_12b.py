@@ -5,9 +5,9 @@ r"""Gemma 4 12B from a checkpoint, in bfloat16.
     kvgraft verify --config=configs/gemma4_12b.py --model=DIR \
         --store=/tmp/store --artifact=manual --continuations=50
 
-DIR is a Hugging Face or Orbax directory or a GGUF file. Expected of
-`verify`: `sha256_equal` 50, `argmax_agree` 50, `max_kl` 0.0,
-`greedy_tokens_equal` 64, exit code 0.
+DIR is a Hugging Face or Orbax directory or a GGUF file; without the flag it is
+./gemma4-12b. Expected of `verify`: `sha256_equal` 50,
+`argmax_agree` 50, `max_kl` 0.0, `greedy_tokens_equal` 64, exit code 0.
 
 Needs, as `kvgraft plan --model=gemma4-12b --context=32768` says on CPU:
   11,907,350,320 parameters, 23,816,240,320 bytes of weights;
@@ -18,4 +18,4 @@ Needs, as `kvgraft plan --model=gemma4-12b --context=32768` says on CPU:
 
 def get_config() -> dict[str, object]:
   """Returns flag values; the command line wins."""
-  return {'dtype': 'bfloat16', 'capacity': 32768}
+  return {'model': 'gemma4-12b', 'dtype': 'bfloat16', 'capacity': 32768}

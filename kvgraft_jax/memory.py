@@ -47,7 +47,7 @@ def human(nbytes: int) -> str:
   while value >= 999.5 and len(units) > 1:
     value /= 1000
     units.pop(0)
-  digits = 0 if units[0] == 'B' or value >= 99.95 else 1 if value >= 9.995 else 2
+  digits = (value < 99.95) + (value < 9.995) if units[0] != 'B' else 0
   return f'{value:,.{digits}f} {units[0]}'
 
 

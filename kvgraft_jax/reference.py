@@ -5,8 +5,8 @@ each formula stands here once, over all positions, in one dtype. Memory grows
 with T * T, so it is for tests and checks of up to a few thousand tokens.
 
 Letters: T tokens, D width, F feed-forward width, N query heads, K key/value
-heads, H head dim, V vocabulary, E experts. Norm scales in `params` are the effective
-multiplier (1 + w already added); matrices are [out, in].
+heads, H head dim, V vocabulary, E experts. Norm scales in `params` are the
+effective multiplier (1 + w already added); matrices are [out, in].
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,10 @@
 """The self-test that decides the numerics class.
 
 It runs one sliding and one global layer of the model (two of each where layers
-share keys and values) at its own shapes, with its own weights, through every schedule, and compares the bits of every hidden
-row, of the cache and of the logits. Its recipe is fixed and versioned; what it
-proves is recorded in every artifact.
+share keys and values) at its own shapes, with its own weights, through every
+schedule, and compares the bits of every hidden row, of the cache and of the
+logits. Its recipe is fixed and versioned; what it proves is recorded in every
+artifact.
 """
 
 from collections.abc import Mapping

@@ -118,3 +118,16 @@ def test_nnx_eager_equals_linen_eager(model, bridged, module, expected):
   _equal(found, jax.tree.map(
       np.asarray, module.apply({'params': model.params}, *_inputs(module))))
   np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize('name', ['tiny-gemma4-e2b', 'tiny-gemma4-26b-a4b'])
+def test_gemma4_has_the_engines_bits(name):
+  # One program here, two in the engine where layers share keys and values.
+  model = kv.load_model(f'{name}:0', self_test=False)
+  module = kv.nn.Gemma(model.config, model.profile)
+  hidden, cache = model.programs.run_step(
+      model.params, model.programs.empty_cache(1, 256),
+      np.asarray([_IDS], np.int32), np.zeros(1, np.int32))
+  expected = jax.tree.map(np.asarray, (hidden, cache))
+  apply = jax.jit(module.apply, compiler_options=_options(module))
+  _equal(apply({'params': model.params}, *_inputs(module)), expected)

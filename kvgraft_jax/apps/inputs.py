@@ -227,7 +227,7 @@ def _conversation_ids(
     answer: bool, length_flag: str,
 ) -> list[int]:
   tokenizer = _tokenizer(model)
-  own = getattr(model, 'chat_template', None)
+  own = model.chat_template
   template, extra = (
       (own, {}) if own is not None else chat.default_template(model.config))
   text = chat.render(

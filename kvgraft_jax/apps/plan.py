@@ -13,7 +13,6 @@ from kvgraft_jax import config as config_lib
 from kvgraft_jax import errors
 from kvgraft_jax.apps import cli
 from kvgraft_jax.apps import common
-from kvgraft_jax.apps import flags
 
 EXAMPLE = '--model=gemma4-12b --context=32768'
 
@@ -46,38 +45,47 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   if (args.corpus_tokens is None) != (args.passage_tokens is None):
     raise errors.UsageError(
         '--corpus_tokens and --passage_tokens belong together; give both')
+  if args.model == 'all' and args.corpus_tokens is not None:
+    raise errors.UsageError(
+        '--corpus_tokens needs one --model, found all; name one')
   from kvgraft_jax import memory  # They import jax, which --help does not need.
   from kvgraft_jax import plan
   available = memory.available_bytes()
-  common.say('available on this device: ' + (
-      memory.human(available) if available is not None else 'unknown'))
   if args.model == 'all':
-    if args.corpus_tokens is not None:
-      raise errors.UsageError(
-          '--corpus_tokens needs one --model, found all; name one')
     sizes = [_describe(plan, c, args, available)
              for c in config_lib.PRESETS.values()]
     _table(memory, sizes)
+    _say_available(memory, available)
     return 0, {'available_bytes': available, 'models': sizes}
   config = plan.config_of(args.model)
   found = _describe(plan, config, args, available, strict=True)
-  _show(memory, found)
-  if args.corpus_tokens is not None:
-    profile = plan.profile_for(config, args.dtype)
-    made = plan.corpus(config, profile, args.corpus_tokens, args.passage_tokens)
-    found['corpus'] = dataclasses.asdict(made)
-    common.say(f'corpus of {made.tokens:,} tokens in {made.passages:,} passages'
-               f' of {made.passage_tokens:,}')
-    for mode in plan.MODES:
-      common.say(f'  stored {mode:6}  {memory.human(made.store[mode]):>9}'
-                 f'  ({memory.human(made.passage[mode])} a passage)')
   fitting = None
   if available is not None:
     fitting = [name for name, c in config_lib.PRESETS.items()
                if plan.needed_bytes(c, plan.profile_for(c, args.dtype), 1)
                <= available]
-    common.say(f'published sizes that fit here: {", ".join(fitting) or "none"}')
-  return 0, found | {'available_bytes': available, 'sizes_that_fit': fitting}
+  corpus = None
+  if args.corpus_tokens is not None:
+    corpus = plan.corpus(config, plan.profile_for(config, args.dtype),
+                         args.corpus_tokens, args.passage_tokens)
+  _show(memory, found)
+  if corpus:
+    common.say(f'corpus of {corpus.tokens:,} tokens in {corpus.passages:,}'
+               f' passages of {corpus.passage_tokens:,}')
+    for mode in plan.MODES:
+      common.say(f'  stored {mode:6}  {memory.human(corpus.store[mode]):>9}'
+                 f'  ({memory.human(corpus.passage[mode])} a passage)')
+  _say_available(memory, available)
+  if fitting is not None:
+    common.say(f'published sizes that fit: {", ".join(fitting) or "none"}')
+  return 0, found | {
+      'available_bytes': available, 'sizes_that_fit': fitting,
+      'corpus': dataclasses.asdict(corpus) if corpus else None}
+
+
+def _say_available(memory: Any, available: int | None) -> None:
+  common.say('available on this device: ' + (
+      'unknown' if available is None else memory.human(available)))
 
 
 def _describe(

@@ -70,11 +70,21 @@ def convert(
     progress: called with (bytes done, bytes in all).
 
   Raises:
-    UsageError: if `out` is not empty, or the form cannot hold the model.
+    UsageError: if `out` is not empty, a mount point or a URL, or the form
+      cannot hold the model.
     DamageError: if a value is NaN or infinite, or the source is damaged.
     StorageError: if it cannot be written.
   """
+  if '://' in os.fspath(out):
+    raise errors.UsageError(
+        f'--out={out}: expected a directory on this machine, found a URL: write'
+        ' it here, then copy it there')
   out = pathlib.Path(os.path.realpath(out))
+  if os.path.ismount(out):
+    # Known before the work: what is written is renamed to `out` at the end.
+    raise errors.UsageError(
+        f'--out={out}: expected a directory to make, found a mount point: name'
+        f' one in it, such as {out / "model"}')
   if out.exists() and (not out.is_dir() or any(out.iterdir())):
     raise errors.UsageError(
         f'--out={out}: expected a new or empty directory, found'

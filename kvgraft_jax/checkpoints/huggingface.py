@@ -83,10 +83,10 @@ class HfDirectory:
         pathlib.Path(os.path.abspath(folder)).name, str(self._folder / CONFIG),
     )
     self.config = parsed.config
-    text = values.get('text_config') or {}
+    text = values.get('text_config')
     self.token_ids = {
         key: part[key] for key in _TOKEN_IDS for part in (text, values)
-        if part.get(key) is not None
+        if isinstance(part, dict) and part.get(key) is not None
     }
     self.slots = tree.slots(self.config)
     self._paths, self._entries = self._read_headers()
@@ -107,7 +107,7 @@ class HfDirectory:
   def companions(self) -> list[pathlib.Path]:
     """Returns the files of tokenizer and generation that are there."""
     paths = [self._folder / name for name in _COMPANIONS]
-    return [path for path in paths if path.exists()]
+    return [path for path in paths if path.is_file()]
 
   def value_dtype(self, name: str) -> str:
     """Returns 'bfloat16' or 'float32': the dtype `pieces` yields."""
@@ -124,25 +124,29 @@ class HfDirectory:
       [rows, ...] of `value_dtype`; norm weights as the file has them.
 
     Raises:
-      DamageError: if the file has become shorter.
+      NotFoundError: if the file cannot be read any more.
+      DamageError: if it has become shorter.
     """
     theirs, shape = self._names[name], self.slots[name].shape
     entry, path = self._entries[theirs], self._paths[theirs]
     dtype, step = _DTYPES[entry.dtype], source_lib.piece_rows(shape)
-    with open(path, 'rb', buffering=0) as f:
-      f.seek(entry.start)
-      for start in range(0, shape[0], step):
-        rows = min(step, shape[0] - start)
-        piece = np.empty((rows, *shape[1:]), dtype)
-        left = piece.reshape(-1).view(np.uint8).data
-        while left:
-          count = f.readinto(left)
-          if not count:
-            raise errors.DamageError(
-                f'{path}: tensor {theirs} expected {len(left)} bytes more,'
-                ' found the end of the file: fetch it again')
-          left = left[count:]
-        yield piece.astype(np.float32) if entry.dtype == 'F16' else piece
+    try:
+      with open(path, 'rb', buffering=0) as f:
+        f.seek(entry.start)
+        for start in range(0, shape[0], step):
+          rows = min(step, shape[0] - start)
+          piece = np.empty((rows, *shape[1:]), dtype)
+          left = piece.reshape(-1).view(np.uint8).data
+          while left:
+            count = f.readinto(left)
+            if not count:
+              raise errors.DamageError(
+                  f'{path}: tensor {theirs} expected {len(left)} bytes more,'
+                  ' found the end of the file: fetch it again')
+            left = left[count:]
+          yield piece.astype(np.float32) if entry.dtype == 'F16' else piece
+    except OSError as e:
+      raise _unreadable(path, e) from None
 
   def _refuse_adapters(self) -> None:
     for name in _ADAPTERS:
@@ -176,9 +180,9 @@ class HfDirectory:
     entries = {}
     for name in sorted(set(files.values())):
       path = self._folder / name
-      if not path.exists():
+      if not os.path.isfile(path):
         raise errors.NotFoundError(
-            f'{index}: names {name}, found no such file beside it: fetch the'
+            f'{index}: names {name:.80}, found no such file beside it: fetch the'
             ' whole checkpoint')
       found = safetensors.read_header(path)
       twice = sorted(set(found) & set(entries))
@@ -283,12 +287,15 @@ def read_template(folder: pathlib.Path) -> str | None:
       in tokenizer_config.json; the first of these that is there counts.
 
   Raises:
-    DamageError: if the file is damaged.
+    NotFoundError: if the file cannot be read.
+    DamageError: if it is damaged.
   """
   path = folder / 'chat_template.jinja'
   if path.exists():
     try:
       return path.read_bytes().decode('utf-8')
+    except OSError as e:
+      raise _unreadable(path, e) from None
     except UnicodeDecodeError as e:
       raise errors.DamageError(
           f'{path}: expected UTF-8, found other bytes ({e}): fetch it again'
@@ -313,9 +320,13 @@ def _read_object(path: pathlib.Path) -> dict[str, Any]:
       raise ValueError(f'{type(value).__name__} instead of an object')
     return value
   except OSError as e:
-    raise errors.NotFoundError(
-        f'{path}: cannot read the file: {e.strerror}: fetch it again') from None
+    raise _unreadable(path, e) from None
   except ValueError as e:
     raise errors.DamageError(
         f'{path}: expected a JSON object, found damage ({e}): fetch it again'
     ) from None
+
+
+def _unreadable(path: pathlib.Path, error: OSError) -> errors.NotFoundError:
+  return errors.NotFoundError(
+      f'{path}: cannot read the file: {error.strerror}: fetch it again')

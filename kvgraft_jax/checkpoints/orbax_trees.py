@@ -26,6 +26,8 @@ import json
 import os
 import pathlib
 import re
+import shutil
+import time
 from typing import Any
 
 import ml_dtypes
@@ -386,16 +388,33 @@ def write(
         ' there or name another directory') from None
   flat = _leaves(source)
   chunks = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
+  done = False
   try:
     with ocp.StandardCheckpointer() as checkpointer:
       checkpointer.save(
           folder, tree.nest(flat),
           save_args=tree.nest(dict.fromkeys(flat, chunks)))
+    done = True
   except (OSError, ValueError) as e:
     reason = str(e).split(' [')[0][:300]
     raise errors.StorageError(
         f'{folder}: cannot write the checkpoint: {reason}: free space or name'
         ' another directory') from None
+  finally:
+    if not done:
+      _remove_unfinished(folder)
+
+
+def _remove_unfinished(folder: str) -> None:
+  """Removes what Orbax leaves when it fails; its writers go on for a while."""
+  left = f'{folder}.orbax-checkpoint-tmp'
+  quiet = 0
+  for _ in range(50):
+    shutil.rmtree(left, ignore_errors=True)
+    time.sleep(0.1)
+    quiet = 0 if os.path.exists(left) else quiet + 1
+    if quiet == 3:
+      return
 
 
 def _leaves(source: source_lib.Source) -> dict[str, np.ndarray]:

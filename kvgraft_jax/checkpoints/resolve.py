@@ -172,6 +172,7 @@ def _random(
       tokenizer_lib.ByteTokenizer()
       if config.name in config_lib.TINY_PRESETS else None
   )
+  source_lib.check_memory(config, dtype, spec)
   return Checkpoint(
       config=config,
       params=random_init.init_params(config, int(seed), dtype),

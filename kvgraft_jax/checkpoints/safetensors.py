@@ -181,15 +181,21 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Entry]:
     path: of the file.
 
   Raises:
+    NotFoundError: if it cannot be read.
     DamageError: if it is truncated, or the header does not describe the data.
   """
   source = os.fspath(path)
-  with open(path, 'rb') as f:
-    size = os.fstat(f.fileno()).st_size
-    length = int.from_bytes(f.read(8), 'little')
-    if not 2 <= length <= min(_MOST_HEADER, size - 8):
-      raise _damage(source, f'a header of {length} bytes in {size}')
-    text = f.read(length)
+  try:
+    with open(path, 'rb') as f:
+      size = os.fstat(f.fileno()).st_size
+      length = int.from_bytes(f.read(8), 'little')
+      if not 2 <= length <= min(_MOST_HEADER, size - 8):
+        raise _damage(source, f'a header of {length} bytes in {size}')
+      text = f.read(length)
+  except OSError as e:
+    raise errors.NotFoundError(
+        f'{source}: cannot read the file: {e.strerror}: fetch it again'
+    ) from None
   try:
     header = strict_json(text)
   except ValueError as e:

@@ -24,6 +24,7 @@ import numpy as np
 from kvgraft_jax import config as config_lib
 from kvgraft_jax import errors
 from kvgraft_jax import hashing
+from kvgraft_jax import memory
 from kvgraft_jax.checkpoints import tree
 
 # Of one slice, as float32. The first axis cannot be cut finer than one row.
@@ -144,6 +145,16 @@ def _finite(piece: np.ndarray) -> bool:
   return not bits.size or int((bits & bits.dtype.type(mask)).max()) < limit
 
 
+def check_memory(
+    config: config_lib.ModelConfig, dtype: str, source: str
+) -> None:
+  """Raises CapacityError if a model's weights cannot fit on the device."""
+  needed = sum(
+      math.prod(shape) * DTYPES[dtype if is_matrix else 'float32'].itemsize
+      for _, (shape, is_matrix) in tree.flatten(tree.param_shapes(config)))
+  memory.check(needed, f'model {source!r} in {dtype}')
+
+
 def load(
     source: Source, dtype: str, fingerprint: str | None = None
 ) -> tuple[dict[str, Any], str]:
@@ -158,8 +169,10 @@ def load(
     The parameter tree, and the hex model fingerprint.
 
   Raises:
+    CapacityError: if the weights cannot fit on the device.
     DamageError: if a value is NaN or infinite, or the file ends early.
   """
+  check_memory(source.config, dtype, source.source)
   shapes = dict(tree.flatten(tree.param_shapes(source.config)))
   by_path: dict[str, list[str]] = {}
   for name in sorted(source.slots):

@@ -1,0 +1,235 @@
+"""The plan against real deposits, real caches and formulas by hand."""
+
+import math
+import os
+import pathlib
+
+import jax
+import pytest
+
+import command_helpers
+import kvgraft_jax as kv
+from kvgraft_jax import config as config_lib
+from kvgraft_jax import engine
+from kvgraft_jax import errors
+from kvgraft_jax import memory
+from kvgraft_jax import numerics
+from kvgraft_jax import plan
+from kvgraft_jax import store as store_lib
+import model_helpers
+
+CPU = numerics.Profile('bfloat16', chunk=512, tile=4, page=128)
+# Bytes of one token in one sliding and one global layer, K and V in bfloat16:
+# 2 parts * kv heads * head dim * 2 bytes; and how many layers there are.
+BY_HAND = {
+    'gemma4-12b': ((2 * 8 * 256 * 2, 40, 8), (2 * 1 * 512 * 2, 8, 1)),
+    'gemma4-31b': ((2 * 16 * 256 * 2, 50, 16), (2 * 4 * 512 * 2, 10, 4)),
+}
+
+
+def data_bytes(root) -> int:
+  """Returns bytes of all data files below `root`."""
+  return sum(p.stat().st_size for p in pathlib.Path(root).rglob('*')
+             if p.is_file() and (p.name == 'tokens' or p.name.startswith('c.')))
+
+
+def by_hand(name: str, tokens: int, window: bool) -> int:
+  """Returns bytes of an artifact of [0, tokens), written out again."""
+  total = 4 * tokens
+  for token_bytes, layers, heads in BY_HAND[name]:
+    first = 0
+    if window and token_bytes == BY_HAND[name][0][0]:
+      first = max(0, (tokens - 1025) // 512 * 512)
+    blocks = math.ceil(tokens / 512) - first // 512
+    rows = tokens - first
+    if blocks > 1:
+      rows = math.ceil(rows / 256) * 256
+    # An index entry of 16 bytes for each column and inner chunk, a checksum.
+    inner = 2 if blocks > 1 else 1
+    total += rows * layers * token_bytes
+    total += blocks * (16 * inner * layers * 2 * heads + 4)
+  return total
+
+
+@pytest.mark.parametrize('sliding', plan.MODES)
+def test_artifacts_are_as_large_as_planned(tmp_path, sliding):
+  model = model_helpers.exact()
+  for length in (1, 31, 32, 33, 57, 58, 89, 150):
+    root = tmp_path / str(length)
+    made = kv.deposit(model, store_lib.Store(str(root)),
+                      model_helpers.tokens(length), sliding=sliding)
+    planned = plan.artifact_bytes(model.config, model.profile, length, sliding)
+    assert made.manifest.nbytes == data_bytes(root) == planned
+
+
+@pytest.mark.parametrize('sliding', plan.MODES)
+def test_children_are_as_large_as_planned(tmp_path, sliding):
+  model = model_helpers.exact()
+  store = store_lib.Store(str(tmp_path))
+  parent = kv.deposit(model, store, model_helpers.tokens(70))
+  for start, length, block in ((70, 1, None), (70, 90, None), (33, 40, 64)):
+    before = data_bytes(tmp_path)
+    child = kv.deposit(
+        model, store, model_helpers.tokens(length, seed=1), parent,
+        parent_length=start, sliding=sliding, block=block)
+    planned = plan.artifact_bytes(
+        model.config, model.profile, start + length, sliding, start, block)
+    assert child.manifest.nbytes == planned
+    assert data_bytes(tmp_path) - before == planned
+
+
+@pytest.mark.parametrize('dtype', model_helpers.DTYPES)
+def test_weights_and_cache_are_as_large_as_planned(dtype):
+  model = model_helpers.tiny(dtype)
+  assert plan.profile_for(model.config, dtype).chunk == model.profile.chunk
+  assert plan.profile_for(model.config, dtype).page == model.profile.page
+  leaves = jax.tree.leaves(model.params)
+  assert plan.weight_bytes(model.config, dtype) == sum(x.nbytes for x in leaves)
+  assert plan.parameters(model.config) == sum(x.size for x in leaves)
+  for length in (1, 200, 225):
+    made = plan.make(model.config, model.profile, length)
+    context = model.prefill(model_helpers.tokens(length))
+    assert made.cache == context.nbytes
+    assert made.cache_slots == context.cache.capacity
+    assert made.recorded == length * 3 * 2 * 2 * 32 * (
+        2 if dtype == 'bfloat16' else 4)
+
+
+def test_the_default_profile_is_the_models():
+  model = engine.load_model('tiny:0', self_test=False)
+  assert plan.profile_for(model.config, 'bfloat16') == model.profile
+  for positions in (1, 224, 225, 480, 481, 4096):
+    assert plan.slots_for(model.profile, positions) == model.slots_for(
+        positions)
+
+
+def test_the_published_arithmetic():
+  small = config_lib.PRESETS['gemma4-12b']
+  assert sum(plan.kv_bytes(small, 'bfloat16').values()) == 344_064
+  made = plan.make(small, CPU, 464)
+  # 159,645,696 bytes of K and V, 1,856 of token ids, 10,504 of two indices.
+  assert made.artifact == {'full': 159_658_056, 'window': 159_658_056}
+  assert memory.human(made.artifact['full']) == '160 MB'
+  large = config_lib.PRESETS['gemma4-31b']
+  assert sum(plan.kv_bytes(large, 'bfloat16').values()) == 901_120
+
+
+@pytest.mark.parametrize('name, tokens, passage, count, full, window', [
+    # 88 passages: K and V of the global layers alone are 46.8 GB.
+    ('gemma4-12b', 2_854_766, 32_441, 88, 984_516_062_648, 83_805_149_656),
+    ('gemma4-31b', 2_854_766, 32_441, 88, 2_578_469_023_160, 326_691_772_888),
+    ('gemma4-12b', 50_000_000, 16_000, 3125, 17_343_125_600_000,
+     2_136_917_237_500),
+    ('gemma4-31b', 50_000_000, 16_000, 3125, 45_422_024_800_000,
+     7_406_504_437_500),
+])
+def test_a_published_corpus(name, tokens, passage, count, full, window):
+  made = plan.corpus(config_lib.PRESETS[name], CPU, tokens, passage)
+  assert made.passages == count
+  assert made.store == {'full': full, 'window': window}
+  lengths = [passage] * (tokens // passage) + [tokens % passage]
+  for mode in plan.MODES:
+    assert made.store[mode] == sum(
+        by_hand(name, n, mode == 'window') for n in lengths if n)
+    assert made.passage[mode] == by_hand(name, passage, mode == 'window')
+
+
+def test_the_longest_context_is_the_last_that_fits():
+  config = config_lib.PRESETS['gemma4-e4b']
+  for deposit in (False, True):
+    available = 18 * 10**9
+    longest = plan.largest_context(config, CPU, available, deposit=deposit)
+    assert 0 < longest < config.max_context
+
+    def needed(n, deposit=deposit):
+      return plan.needed_bytes(config, CPU, n, deposit=deposit)
+
+    assert needed(longest) <= available < needed(longest + 1)
+  assert plan.largest_context(config, CPU, 10**9) == 0
+  assert plan.largest_context(config, CPU, 10**12) == config.max_context
+
+
+@pytest.mark.parametrize('spec, name', [
+    ('gemma4-12b', 'gemma4-12b'), ('random:gemma3-27b:7', 'gemma3-27b'),
+    ('tiny:0', 'tiny'), ('tiny-gemma4-e2b:3', 'tiny-gemma4-e2b')])
+def test_a_size_is_found_by_name(spec, name):
+  assert plan.config_of(spec).name == name
+
+
+def test_command():
+  found = command_helpers.ok(
+      'plan', '--model=gemma4-12b', '--context=464', '--devices=8',
+      '--corpus_tokens=2854766', '--passage_tokens=32441')
+  assert found['artifact'] == {'full': 159658056, 'window': 159658056}
+  assert found['weights'] == 23_816_240_320
+  assert found['weights_per_device'] == found['weights'] // 8
+  assert found['kv_per_token'] == {'sliding': 327_680, 'global': 16_384}
+  assert found['corpus']['store']['window'] == 83_805_149_656
+  assert found['fits'] == (found['needed'] <= found['available_bytes'])
+  assert found['fits'] == (found['largest_context'] >= 464)
+  result = command_helpers.call('plan', '--context=200000')
+  assert result.rc == 0 and result.json is not None
+  assert [m['model'] for m in result.json['models']] == list(config_lib.PRESETS)
+  assert [m['context'] for m in result.json['models']] == [
+      min(200_000, c.max_context) for c in config_lib.PRESETS.values()]
+  assert all(name in result.stdout for name in config_lib.PRESETS)
+
+
+@pytest.mark.parametrize('argv, message', [
+    (['--model=gemma9'], 'no such size or checkpoint'),
+    (['--model=gemma3-1b', '--context=32769'], '1 to 32768'),
+    (['--model=gemma3-1b', '--corpus_tokens=5'], 'give both'),
+    (['--corpus_tokens=5', '--passage_tokens=5'], 'one --model'),
+    (['--model=tiny:0', '--corpus_tokens=5', '--passage_tokens=9999'],
+     '1 to 4096'),
+])
+def test_refusals(argv, message):
+  assert message in command_helpers.refusal(2, 'plan', *argv)
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(text)
+
+
+def test_host_memory_is_bounded_by_control_groups(tmp_path):
+  proc, groups = tmp_path / 'proc', tmp_path / 'cgroup'
+  assert memory.host_bytes(proc, groups) is None
+  _write(proc / 'meminfo', 'MemTotal: 9000 kB\nMemAvailable: 8000 kB\n')
+  assert memory.host_bytes(proc, groups) == 8_192_000
+
+  # Version 2: the tightest of a group and those around it.
+  _write(proc / 'self' / 'cgroup', '0::/job/step\n')
+  for name, limit, used in (('job', '5000000', 1_000_000),
+                            ('job/step', 'max', 900_000)):
+    _write(groups / name / 'memory.max', limit + '\n')
+    _write(groups / name / 'memory.current', f'{used}\n')
+  _write(groups / 'job' / 'memory.stat', 'anon 7\ninactive_file 300000\n')
+  assert memory.host_bytes(proc, groups) == 4_300_000
+
+  # Version 1, seen from inside a container: the group is the mounted root.
+  _write(proc / 'self' / 'cgroup', '4:cpu,memory:/docker/abc\n0::/\n')
+  v1 = groups / 'memory'
+  _write(v1 / 'memory.limit_in_bytes', '2000000\n')
+  _write(v1 / 'memory.usage_in_bytes', '1800000\n')
+  _write(v1 / 'memory.stat', 'inactive_file 1\ntotal_inactive_file 50000\n')
+  assert memory.host_bytes(proc, groups) == 250_000
+  _write(v1 / 'memory.usage_in_bytes', '2100000\n')
+  assert memory.host_bytes(proc, groups) == 0
+
+
+def test_what_cannot_fit_is_refused():
+  available = memory.available_bytes()
+  assert available is not None and 0 < available <= (
+      os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))
+  memory.check(1, 'a byte')
+  with pytest.raises(errors.CapacityError, match='^X needs 1,000 PB .*plan'):
+    memory.check(10**18, 'X')
+
+
+@pytest.mark.parametrize('nbytes, text', [
+    (0, '0 B'), (999, '999 B'), (1000, '1.00 kB'), (9_994, '9.99 kB'),
+    (99_949, '99.9 kB'), (159_658_056, '160 MB'), (999_600_000, '1.00 GB'),
+    (83_805_149_656, '83.8 GB')])
+def test_human(nbytes, text):
+  assert memory.human(nbytes) == text
