@@ -67,6 +67,21 @@ def ring_size(window: int, profile: numerics.Profile) -> int:
   return round_up(window + profile.chunk - 1, profile.page)
 
 
+def slots_for(
+    config: config_lib.ModelConfig, profile: numerics.Profile, positions: int
+) -> int:
+  """Returns the capacity that a context of `positions` is given.
+
+  Few sizes, so that few programs are compiled; at most what the model's
+  context takes, a padded chunk included.
+  """
+  slots = 8 * profile.chunk
+  while slots < positions + profile.chunk:
+    slots *= 2
+  most = round_up(config.max_context + profile.chunk, profile.page)
+  return slots if positions + profile.chunk > most else min(slots, most)
+
+
 def shapes(
     config: config_lib.ModelConfig, profile: numerics.Profile, batch: int,
     capacity: int,

@@ -293,3 +293,16 @@ TINY_PRESETS = {
                      global_kv_heads=2),
     )
 }
+
+
+def known(config: ModelConfig) -> ModelConfig:
+  """Returns the preset that computes the same; `config` if there is none."""
+  for preset in (*PRESETS.values(), *TINY_PRESETS.values()):
+    if dataclasses.replace(config, name=preset.name) == preset:
+      return preset
+  return config
+
+
+def is_tiny(config: ModelConfig) -> bool:
+  """Returns whether it is a tiny preset, whatever its files are called."""
+  return config in TINY_PRESETS.values()

@@ -187,11 +187,8 @@ class Model:
     self.programs.run_head(self.params, hidden[0])
 
   def slots_for(self, positions: int) -> int:
-    """Returns the cache capacity for `positions`: few sizes, few compiles."""
-    slots = 8 * self.profile.chunk
-    while slots < positions + self.profile.chunk:
-      slots *= 2
-    return slots
+    """Returns the cache capacity for a context of `positions`."""
+    return cache_lib.slots_for(self.config, self.profile, positions)
 
 
 class Context:
@@ -219,6 +216,7 @@ class Context:
     self._cache: cache_lib.KVCache | None = None
     self._last: jax.Array | None = None  # [D], hidden row of position done - 1
     self._record = record
+    self._keep: int | None = None
     self._recorder: recorder_lib.Recorder | None = None
 
   @property
@@ -285,6 +283,7 @@ class Context:
       if self._recorder is None:
         self._recorder = recorder_lib.Recorder(
             self.model.config, self.model.profile, 0)
+        self._recorder.keep = self._keep
       self._recorder.before_step(self._cache, self._done, rows)
 
   def _step(
@@ -447,7 +446,7 @@ class Context:
     """Returns an independent copy; the device memory is copied."""
     other = Context(self.model, record=self._record)
     for name in ('tokens_restored', 'tokens_computed', 'exact', 'parent',
-                 'parent_length', '_done', '_last'):
+                 'parent_length', '_done', '_last', '_keep'):
       setattr(other, name, getattr(self, name))
     other.tokens = list(self.tokens)
     if self._cache is not None:
@@ -464,6 +463,12 @@ class Context:
   def logits_sha256(self) -> str:
     """Returns the SHA-256 of `logits()` as little-endian float32."""
     return hashing.logits_sha256(self.logits())
+
+  def keep_last(self, positions: int) -> None:
+    """Keeps sliding rows on the host of the last `positions` alone."""
+    self._keep = positions
+    if self._recorder is not None:
+      self._recorder.keep = positions
 
   def sliding_rows(self, start: int, stop: int):
     """Returns K and V of the sliding layers at [start, stop), host arrays.
@@ -535,7 +540,7 @@ def load_model(
   programs_lib.enable_compilation_cache()
   checkpoint = resolve.resolve(spec, dtype)
   default_tile = None
-  if checkpoint.config.name in config_lib.TINY_PRESETS:
+  if config_lib.is_tiny(checkpoint.config):
     chunk, page = chunk or 32, page or 16
     default_tile = min(4, chunk)
   profile = numerics.default_profile(

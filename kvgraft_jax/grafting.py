@@ -487,6 +487,9 @@ def deposit(
       context = engine.Context(model)
     else:
       context = graft(model, store, parent, parent_length)
+    if sliding == artifact_lib.WINDOW:
+      # What `artifact.sliding_start` may reach back to.
+      context.keep_last((model.config.sliding.window or 0) + 1 + block)
     context.extend(own, progress=progress)
   before = context.tokens_computed
   context.compute(progress=progress)

@@ -44,6 +44,8 @@ class Recorder:
 
   Attributes:
     base: first position that can be had.
+    keep: positions in front of the last computed one that must stay to be had;
+      None for all.
   """
 
   def __init__(
@@ -51,6 +53,7 @@ class Recorder:
       base: int,
   ):
     self.base = base
+    self.keep: int | None = None
     self._page = profile.page
     self._margin = profile.chunk
     self._ring = cache_lib.ring_size(config.sliding.window or 0, profile)
@@ -83,6 +86,12 @@ class Recorder:
             for side in (cache.k, cache.v))
     self._parts.append((k, v))
     self._stop = done
+    while self.keep is not None:
+      following = self.base + self._parts[0][0].shape[1]
+      if following > done - self.keep:
+        break
+      self._parts.pop(0)
+      self.base = following
 
   def rows(
       self, cache: cache_lib.KVCache, done: int, start: int, stop: int
@@ -99,9 +108,13 @@ class Recorder:
           " not recorded; prefill or graft with record=True, or deposit with"
           " sliding='window'")
     self._record(cache, done)
-    if len(self._parts) > 1:
-      self._parts = [(np.concatenate([k for k, _ in self._parts], axis=1),
-                      np.concatenate([v for _, v in self._parts], axis=1))]
-    k, v = self._parts[0]
-    return (k[:, start - self.base:stop - self.base],
-            v[:, start - self.base:stop - self.base])
+    found, at = [], self.base
+    for k, v in self._parts:
+      part = slice(max(start - at, 0), max(stop - at, 0))
+      if part.start < k.shape[1] and part.start < part.stop:
+        found.append((k[:, part], v[:, part]))
+      at += k.shape[1]
+    if len(found) == 1:
+      return found[0]
+    keys, values = zip(*found)
+    return np.concatenate(keys, axis=1), np.concatenate(values, axis=1)

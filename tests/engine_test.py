@@ -344,3 +344,28 @@ def test_dtypes_and_specs():
   assert set(numerics.DTYPES) == set(model_helpers.DTYPES)
   with pytest.raises(errors.UsageError, match='dtype'):
     engine.load_model('tiny:0', dtype='float16')
+
+
+def test_a_context_keeps_only_the_last_sliding_rows(model):
+  ids = model_helpers.tokens(240, seed=1)
+  whole, short = model.context(), model.context()
+  short.keep_last(40)
+  for context in (whole, short):
+    for at in range(0, 240, 60):
+      context.extend(ids[at:at + 60])
+  assert short.logits_sha256() == whole.logits_sha256()
+  for start, stop in ((200, 240), (203, 239), (210, 211)):
+    for a, b in zip(short.sliding_rows(start, stop),
+                    whole.sliding_rows(start, stop)):
+      assert a.shape[1] == stop - start and a.tobytes() == b.tobytes()
+  assert whole.sliding_rows(0, 240)[0].shape[1] == 240
+  assert short._recorder.nbytes < whole._recorder.nbytes / 2
+  with pytest.raises(errors.UsageError, match='expected a start from'):
+    short.sliding_rows(0, 240)
+
+
+def test_a_context_as_long_as_the_models_has_no_spare_slots(model):
+  longest = model.config.max_context
+  chunk = model.profile.chunk
+  assert model.slots_for(longest) == longest + chunk
+  assert model.slots_for(longest // 2) == longest

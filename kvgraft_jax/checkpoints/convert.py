@@ -33,6 +33,7 @@ FORMATS = ('safetensors', 'orbax')
 _SHARD_BYTES = 5_000_000_000  # A larger tensor has a file of its own.
 _PREFIX = huggingface.PREFIXES[0]
 _TEMPLATE = 'chat_template.jinja'
+_GENERATION = 'generation_config.json'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,8 @@ def convert(
           f' {free:,}: free some or name a directory elsewhere')
     if form == 'orbax':
       orbax_trees.write(tap, temporary)
-      kept = _write_tokenizer(source, temporary)
+      # There is no config for the ids of the tokenizer.
+      kept = _write_tokenizer(source, temporary, _token_ids(source))
     else:
       config = hf_export.config_json(
           source.config, tap.common_dtype) | _token_ids(source)
@@ -213,9 +215,16 @@ def _write_weights(tap: _Tap, folder: pathlib.Path) -> None:
 
 
 def _write_tokenizer(
-    source: source_lib.Source, folder: pathlib.Path
+    source: source_lib.Source, folder: pathlib.Path,
+    token_ids: dict[str, Any] | None = None,
 ) -> tuple[str, ...]:
-  """Writes the chat template and what can be kept of the tokenizer."""
+  """Writes the chat template and what can be kept of the tokenizer.
+
+  Args:
+    source: whose they are.
+    folder: where to.
+    token_ids: for generation_config.json, beside what the source has there.
+  """
   if source.template is not None:
     _write(folder / _TEMPLATE, source.template.encode('utf-8'))
   tokenizer = source.tokenizer
@@ -230,6 +239,10 @@ def _write_tokenizer(
     data = hf_export.tokenizer_model(tokenizer)
     if data is not None:
       files = {tokenizer_files.TOKENIZER_MODEL: data}
+  if token_ids and tokenizer is not None:
+    token_ids['eos_token_id'] = list(tokenizer.eos_ids)
+    own = json.loads(files.get(_GENERATION, b'{}'))
+    files[_GENERATION] = _json_bytes(own | token_ids)
   for name, data in files.items():
     _write(folder / name, data)
   return tuple(n for n in sorted(files) if n.startswith('tokenizer.'))

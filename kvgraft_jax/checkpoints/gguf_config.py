@@ -203,10 +203,7 @@ class _Reader:
     if config.top_k_experts > config.num_experts:
       raise self._refusal('expert_used_count', f'at most {experts}',
                           config.top_k_experts)
-    for name, preset in config_lib.PRESETS.items():
-      if dataclasses.replace(config, name=name) == preset:
-        return preset
-    return config
+    return config_lib.known(config)
 
   def _layer_count(self) -> int:
     count = self._number('block_count')

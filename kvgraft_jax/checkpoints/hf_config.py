@@ -182,10 +182,7 @@ class _Reader:
             per_layer,
         )
       rows['embed_tokens_per_layer.weight'] = per_layer
-    for preset in config_lib.PRESETS.values():
-      if preset.to_json() == config.to_json():
-        config = preset
-    return HfConfig(config, rows)
+    return HfConfig(config_lib.known(config), rows)
 
   def expect(self, key: str, expected: Any, default: Any = None) -> None:
     """Refuses any other value of a key."""

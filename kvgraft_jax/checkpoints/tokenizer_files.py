@@ -363,13 +363,14 @@ def stop_ids(folder: str | os.PathLike[str]) -> tuple[int, ...]:
 
 def _bos(folder: pathlib.Path) -> int | str:
   """Returns the id, or the piece, that a checkpoint puts in front."""
-  for value in _values(folder / 'config.json', 'bos_token_id'):
-    if type(value) is not int:
-      raise errors.UsageError(
-          f'{folder / "config.json"}: bos_token_id expected an id, found'
-          f' {value!r}: correct it'
-      )
-    return value
+  for name in ('config.json', 'generation_config.json'):
+    for value in _values(folder / name, 'bos_token_id'):
+      if type(value) is not int:
+        raise errors.UsageError(
+            f'{folder / name}: bos_token_id expected an id, found {value!r}:'
+            ' correct it'
+        )
+      return value
   for value in _values(folder / 'tokenizer_config.json', 'bos_token'):
     piece = value.get('content') if isinstance(value, dict) else value
     if isinstance(piece, str):
