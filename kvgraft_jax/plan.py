@@ -37,7 +37,7 @@ class Plan:
     cache_slots: positions that the global layers' arrays are made for.
     cache: K and V on the device, for one sequence.
     scratch: an estimate of what computing takes beside them.
-    recorded: sliding rows that a deposit keeps on the host.
+    recorded: sliding rows that a full deposit keeps on the host.
     needed: on the device, to continue a context, grafted or not.
     needed_to_deposit: on the device, to compute and store one.
     artifact: sliding mode -> data files of an artifact of [0, context).

@@ -122,7 +122,7 @@ def _show(memory: Any, found: dict[str, Any]) -> None:
       (f'cache for {found["context"]:,} positions',
        f'{human(found["cache"])} ({found["cache_slots"]:,} global slots)'),
       ('scratch, estimated', human(found['scratch'])),
-      ('kept on the host by a deposit', human(found['recorded'])),
+      ('kept on the host by a full deposit', human(found['recorded'])),
   ]
   lines += [(f'artifact, sliding={mode}', human(nbytes))
             for mode, nbytes in found['artifact'].items()]
