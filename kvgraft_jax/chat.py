@@ -143,9 +143,8 @@ def render(
   _environment()  # Here, since what it raises is no fault of the template.
   import jinja2  # pylint: disable=g-import-not-at-top
   try:
-    compiled = _compile(template)
     with _time_limit(_RENDER_S):
-      return compiled.render({
+      return _compile(template).render({
           'messages': messages, 'tools': None, 'documents': None,
           'add_generation_prompt': add_generation_prompt,
           'enable_thinking': thinking, 'bos_token': bos, 'eos_token': eos,
@@ -194,6 +193,15 @@ def _environment() -> Any:
       body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
       return jinja2.nodes.Scope(body).set_lineno(line)
 
+  class Unfolded(jinja2.compiler.CodeGenerator):
+    """Leaves constants to the run: a long one takes minutes to compile."""
+
+    def _output_child_to_const(
+        self, node: Any, frame: Any, finalize: Any) -> str:
+      if not isinstance(node, jinja2.nodes.TemplateData):
+        raise jinja2.nodes.Impossible
+      return super()._output_child_to_const(node, frame, finalize)
+
   def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -204,10 +212,11 @@ def _environment() -> Any:
     raise jinja2.sandbox.SecurityError('the operator ** is not allowed')
 
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-      trim_blocks=True, lstrip_blocks=True,
+      trim_blocks=True, lstrip_blocks=True, optimized=False,
       extensions=['jinja2.ext.loopcontrols', Generation])
   # A tower of powers never ends, and no time limit reaches into it.
   environment.intercepted_binops = frozenset({'**'})
+  environment.code_generator_class = Unfolded
   environment.binop_table['**'] = power
   environment.filters['tojson'] = to_json
   environment.globals['raise_exception'] = raise_exception

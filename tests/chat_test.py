@@ -267,3 +267,17 @@ def test_ids_of_gemma3_with_the_real_vocabulary():
   check_prefixes(tokenizer, 'gemma3')
   with pytest.raises(errors.UsageError, match='a second bos'):
     chat.encode(tokenizer, builtin('gemma3', dict(user, content='a<bos>')))
+
+
+def test_a_template_is_not_computed_while_it_is_compiled():
+  code = chat._environment().compile("{{ 'a' * 9999999 }}", raw=True)
+  assert len(code) < 10_000
+  assert chat.render("{{ 'a' * 99 }}", [USER], add_generation_prompt=True,
+                     bos='') == 'a' * 99
+
+
+def test_compiling_counts_as_rendering(monkeypatch):
+  monkeypatch.setattr(chat, '_RENDER_S', 0.01)
+  with pytest.raises(errors.UsageError, match='TimeoutError: not done after'):
+    chat.render('{{ 1 }}{# #}' * 50_000, [USER], add_generation_prompt=True,
+                bos='')

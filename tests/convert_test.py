@@ -237,6 +237,34 @@ def test_tokenizer_and_template_are_copied(tmp_path):
   assert one.tokenizer.eos_ids == two.tokenizer.eos_ids == (1, 50, 106)
 
 
+@pytest.mark.parametrize('bos', [2, 4])
+def test_orbax_keeps_the_ids_of_bos_and_stops(tmp_path, bos):
+  pytest.importorskip('orbax.checkpoint')
+  pytest.importorskip('tokenizers')
+  folder = tmp_path / 'x'
+  values = hf_export.config_json(config.TINY, 'bfloat16') | {
+      'bos_token_id': bos, 'eos_token_id': [1, 106]}
+  hf_helpers.write_config(folder, values)
+  hf_helpers.write(folder / 'model.safetensors', {
+      n: np.zeros(shape, ml_dtypes.bfloat16)
+      for n, shape in hf_helpers.tensor_shapes(values, shared=False).items()})
+  tokenizer_writer.write_gemma4(folder)
+  (folder / 'generation_config.json').write_text('{"top_k": 64}')
+  (folder / 'tokenizer_config.json').write_text('{}')
+  found = []
+  for source, form, out in (('x', 'orbax', 'o'), ('o', 'safetensors', 'y')):
+    command_helpers.ok(
+        'convert', f'--model={tmp_path / source}', f'--out={tmp_path / out}',
+        f'--format={form}')
+    found.append(resolve.open_source(str(tmp_path / out)).tokenizer)
+  own = resolve.open_source(str(folder)).tokenizer
+  for tokenizer in (own, *found):
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (bos, (1, 106))
+    assert tokenizer.fingerprint == own.fingerprint
+  assert json.loads((tmp_path / 'o/generation_config.json').read_text()) == {
+      'bos_token_id': bos, 'eos_token_id': [1, 106], 'top_k': 64}
+
+
 # Failures.
 
 
@@ -325,6 +353,58 @@ def test_a_killed_convert_leaves_nothing_that_looks_whole(tmp_path):
     resolve.resolve(str(left[0]), 'float32')
   out = tmp_path / 'out'
   command_helpers.ok('convert', f'--model={folder}', f'--out={out}')
+
+
+_LIMITED = '''
+import resource, sys
+from kvgraft_jax.apps import main
+# A full disk: no file may grow beyond this.
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+sys.exit(main.main(sys.argv[1:]))
+'''
+
+
+@pytest.mark.parametrize('form', convert.FORMATS)
+def test_a_write_that_fails_leaves_nothing(tmp_path, form):
+  pytest.importorskip('orbax.checkpoint')
+  folder = tmp_path / 'x'
+  values = hf_export.config_json(config.TINY, 'bfloat16')
+  hf_helpers.write_config(folder, values)
+  rng = np.random.default_rng(0)
+  hf_helpers.write(folder / 'model.safetensors', {
+      n: rng.normal(size=shape).astype(ml_dtypes.bfloat16)
+      for n, shape in hf_helpers.tensor_shapes(values, shared=False).items()})
+  done = subprocess.run(
+      [sys.executable, '-c', _LIMITED, 'convert', f'--model={folder}',
+       f'--out={tmp_path / "out"}', f'--format={form}'],
+      env=cli_helpers.environment(), capture_output=True, text=True,
+      check=False)
+  assert done.returncode == 1 and not done.stdout
+  assert 'cannot write' in done.stderr
+  assert sorted(p.name for p in tmp_path.iterdir()) == ['x']
+
+
+def test_a_source_that_fails_is_not_blamed_on_the_result(tmp_path):
+  folder = write_case(tmp_path / 'x', 'gemma3-small')
+  opened = huggingface.HfDirectory(folder)
+  (folder / 'model.safetensors').unlink()
+  with pytest.raises(errors.NotFoundError, match='x/model.safetensors: cannot'):
+    convert.convert(opened, tmp_path / 'out', 'safetensors')
+  assert sorted(p.name for p in tmp_path.iterdir()) == ['x']
+
+
+@pytest.mark.parametrize('out, message', [
+    ('/proc', 'found a mount point: name one in it'),
+    ('gs://bucket/x', 'found a URL: write it here'),
+])
+def test_a_place_that_cannot_be_renamed_to_is_known_before_the_work(
+    tmp_path, monkeypatch, out, message
+):
+  monkeypatch.chdir(tmp_path)
+  write_case(tmp_path / 'x', 'gemma3-small')
+  assert message in command_helpers.refusal(
+      2, 'convert', '--model=x', f'--out={out}')
+  assert sorted(p.name for p in tmp_path.iterdir()) == ['x']
 
 
 @pytest.mark.parametrize('args, message', [

@@ -16,7 +16,9 @@ import command_helpers
 import hf_helpers
 from kvgraft_jax import config
 from kvgraft_jax import errors
+from kvgraft_jax import plan
 from kvgraft_jax.checkpoints import hf_config
+from kvgraft_jax.checkpoints import hf_export
 from kvgraft_jax.checkpoints import huggingface
 from kvgraft_jax.checkpoints import resolve
 from kvgraft_jax.checkpoints import source
@@ -242,6 +244,17 @@ def test_an_outer_config_of_another_text_model_is_refused(text):
     parse({'model_type': 'gemma3', 'text_config': text,
            'quantization_config': {} if text is None else None})
   assert 'text_config' in str(e.value) or 'quantization' in str(e.value)
+
+
+@pytest.mark.parametrize('name', config.TINY_PRESETS)
+def test_a_tiny_size_is_known_by_its_sizes_not_by_its_folder(name):
+  values = hf_export.config_json(config.TINY_PRESETS[name], 'bfloat16')
+  found = hf_config.from_json(values, 'mine', 'x').config
+  assert found == config.TINY_PRESETS[name]
+  assert plan.profile_for(found, 'bfloat16').page == 16
+  other = hf_config.from_json(values | {'sliding_window': 25}, name, 'x').config
+  assert other.name == name  # As its folder is called.
+  assert plan.profile_for(other, 'bfloat16').page == 128
 
 
 # Names and shapes.
@@ -512,6 +525,36 @@ def test_an_index_that_does_not_fit_is_refused(folder, change, error, message):
     huggingface.HfDirectory(folder)
 
 
+@pytest.mark.parametrize('name', ['..', '.', 'x' * 300])
+def test_an_index_that_names_no_file_is_refused(folder, name):
+  (folder / 'model.safetensors').unlink()
+  hf_helpers.write_index(folder, {'model.norm.weight': name})
+  with pytest.raises(errors.NotFoundError, match='no such file beside it'):
+    huggingface.HfDirectory(folder)
+
+
+@pytest.mark.parametrize('name', ['model.safetensors', 'chat_template.jinja'])
+def test_a_directory_in_place_of_a_file_is_refused(folder, name):
+  (folder / name).unlink(missing_ok=True)
+  (folder / name).mkdir()
+  with pytest.raises(errors.NotFoundError, match=f'{name}: cannot read the'):
+    huggingface.HfDirectory(folder)
+
+
+@pytest.mark.parametrize('value', ['x', [1], 5, True, {}])
+def test_a_text_config_of_a_text_model_is_not_read(folder, value):
+  edit_config(folder, text_config=value, eos_token_id=[1, 106])
+  assert huggingface.HfDirectory(folder).token_ids['eos_token_id'] == [1, 106]
+
+
+@pytest.mark.parametrize('layer', ['\xb2', '9' * 5000, '05', '-1'])
+def test_a_layer_that_is_no_number_is_refused(folder, layer):
+  rewrite(folder, lambda t: t.update({
+      f'model.layers.{layer}.self_attn.k_proj.weight': np.zeros(1, 'f4')}))
+  with pytest.raises(errors.UsageError, match='is not expected .1 in all'):
+    huggingface.HfDirectory(folder)
+
+
 def test_a_tensor_in_two_shards_is_refused(folder):
   hf_helpers.split(folder, 2)
   tensors = [hf_helpers.read(folder / n) for n in (ONE, TWO)]
@@ -577,6 +620,32 @@ def test_a_file_that_becomes_shorter_is_found(folder):
   os.truncate(folder / 'model.safetensors', 20_000)
   with pytest.raises(errors.DamageError, match='bytes more, found the end'):
     source.load(found, 'float32')
+
+
+def test_a_file_that_has_gone_is_found(folder):
+  found = huggingface.HfDirectory(folder)
+  (folder / 'model.safetensors').unlink()
+  with pytest.raises(errors.NotFoundError, match='model.safetensors: cannot'):
+    next(found.pieces('norm.weight'))
+
+
+@pytest.mark.parametrize('is_known', [False, True])
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    folder, monkeypatch, is_known
+):
+  if is_known:
+    resolve.resolve(str(folder), 'float32')
+  load = source.load
+  def load_and_change(*args):
+    found = load(*args)
+    rewrite(folder, lambda t: t.update({
+        'model.norm.weight': t['model.norm.weight'] + 1}))
+    return found
+  with monkeypatch.context() as patch:
+    patch.setattr(source, 'load', load_and_change)
+    with pytest.raises(errors.DamageError, match='found one changed'):
+      resolve.resolve(str(folder), 'float32')
+  resolve.resolve(str(folder), 'float32')
 
 
 # Beside the weights.

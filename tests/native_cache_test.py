@@ -81,9 +81,9 @@ def conversions_fixture(monkeypatch):
   made = []
   convert = native._convert
 
-  def counting(model, folder, dtype):
-    made.append(dtype)
-    convert(model, folder, dtype)
+  def counting(*args):
+    made.append(args[-1])
+    convert(*args)
 
   monkeypatch.setattr(native, '_convert', counting)
   return made
@@ -376,3 +376,26 @@ def test_load_does_not_open_the_source(source):
   begin = time.perf_counter()
   native.load_or_convert(content, 'float32', pytest.fail)
   assert time.perf_counter() - begin < 1
+
+
+def test_a_source_that_changes_while_it_is_converted_is_refused(
+    source, monkeypatch
+):
+  content, write = native.content_sha256([source]), native._write_tensor
+  def write_and_change(*args):
+    os.utime(source, ns=(1, 1))
+    source.write_bytes(source.read_bytes()[:-1] + b'x')
+    return write(*args)
+  def open_it():
+    return gguf_gemma.GemmaGguf(gguf.GgufFile([source]))
+  before = source.read_bytes()
+  with monkeypatch.context() as patch:
+    patch.setattr(native, '_write_tensor', write_and_change)
+    with pytest.raises(errors.DamageError, match='found one changed'):
+      native.load_or_convert(content, 'float32', open_it)
+  # What was written does not count as the content asked for.
+  source.write_bytes(before)
+  opened = []
+  native.load_or_convert(
+      content, 'float32', lambda: opened.append(1) or open_it())
+  assert opened

@@ -389,6 +389,8 @@ def _drop_metadata_entry(path):
     (lambda p: os.truncate(p / 'manifest.ocdbt', 50), 'cannot be read'),
     (lambda p: os.truncate(p / '_METADATA', 100), 'found JSONDecodeError'),
     (_drop_metadata_entry, 'found KeyError'),
+    (lambda p: (p / '_METADATA').write_text('[' * 100_000),
+     'found RecursionError'),
 ])
 def test_damage_is_found_before_reading(tmp_path, whole, damage, expected):
   path = shutil.copytree(whole, tmp_path / 'x')

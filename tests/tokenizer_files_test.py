@@ -361,6 +361,8 @@ def test_bos_comes_from_the_configuration(
     ('config.json', '{"bos_token_id": -1}', errors.UsageError, 'found -1'),
     ('config.json', '{"bos_token_id": [2]}', errors.UsageError, r'found \[2'),
     ('generation_config.json', '\xff', errors.DamageError, 'a JSON object'),
+    ('generation_config.json', '[' * 100_000, errors.DamageError,
+     'a JSON object'),
     ('tokenizer_config.json', '{"bos_token": "<s>"}', errors.UsageError,
      "found '<s>'"),
 ])

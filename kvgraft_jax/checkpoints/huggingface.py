@@ -182,8 +182,8 @@ class HfDirectory:
       path = self._folder / name
       if not os.path.isfile(path):
         raise errors.NotFoundError(
-            f'{index}: names {name:.80}, found no such file beside it: fetch the'
-            ' whole checkpoint')
+            f'{index}: names {name:.80}, found no such file beside it: fetch'
+            ' the whole checkpoint')
       found = safetensors.read_header(path)
       twice = sorted(set(found) & set(entries))
       if twice:
@@ -250,10 +250,9 @@ class HfDirectory:
     if tower in _TOWERS or theirs in _HEADS:
       return True  # The head is tied: the config says so.
     part, _, rest = ours.partition('.self_attn.')
-    layer = part.removeprefix('layers.')
+    shared = range(self.config.first_shared, len(self.config.layers))
     return (
-        layer.isdigit()
-        and self.config.first_shared <= int(layer) < len(self.config.layers)
+        part in {f'layers.{i}' for i in shared}
         and rest.startswith(_UNUSED_IF_SHARED))
 
   def _check_shapes(self, rows: Mapping[str, int]) -> None:

@@ -73,6 +73,7 @@ def load_or_convert(
     open_source: opens the source; called only to convert.
 
   Raises:
+    DamageError: if the source changes while it is read.
     StorageError: if the cache directory cannot be written.
   """
   folder = paths.cache_dir() / 'models' / f'{_FORMAT}-{content}'
@@ -82,7 +83,7 @@ def load_or_convert(
     with _writing(folder):
       entry = _load(folder, dtype)  # Another process may have made it.
       if entry is None:
-        _convert(source, folder, dtype)
+        _convert(source, content, folder, dtype)
         entry = _load(folder, dtype)
   if entry is None:
     raise errors.StorageError(
@@ -149,18 +150,29 @@ class Memo:
 
   def keep(self, value: str) -> str:
     """Remembers and returns `value`; not if a file has changed meanwhile."""
-    if self._now() == self._state:
+    if not self.is_stale():
       # Only a memo: what cannot be kept is computed again.
       with contextlib.suppress(errors.StorageError):
         with _writing(self._path.parent):
           _replace(self._path, _seal({'sha256': value, 'source': self._state}))
     return value
 
+  def is_stale(self) -> bool:
+    """Returns whether a file has changed since."""
+    return self._now() != self._state
+
   def _now(self) -> list[list[Any]]:
     try:
       return _state(self._files)
     except OSError as e:
       raise _unreadable(self._files, e) from None
+
+
+def changed(source: str) -> errors.DamageError:
+  """Returns the refusal of a source that was written to while it was read."""
+  return errors.DamageError(
+      f'{source}: expected files that stay as they are while they are read,'
+      ' found one changed: wait until it is whole, then load it again')
 
 
 def _unreadable(
@@ -256,7 +268,7 @@ def _file_blake3(path: pathlib.Path) -> str:
 
 
 def _convert(
-    source: source_lib.Source, folder: pathlib.Path, dtype: str
+    source: source_lib.Source, content: str, folder: pathlib.Path, dtype: str
 ) -> None:
   """Writes weights and tokenizer, then the index that makes them count."""
   shapes = dict(tree.flatten(tree.param_shapes(source.config)))
@@ -279,6 +291,8 @@ def _convert(
   packed = _pack_tokenizer(source.tokenizer)
   _replace(folder / _TOKENIZER, packed)
   stat = os.stat(weights)
+  if content_sha256(source.files) != content:
+    raise changed(source.source)
   _replace(folder / f'{dtype}.json', _seal({
       'config': source.config.to_json(),
       'config_name': source.config.name,

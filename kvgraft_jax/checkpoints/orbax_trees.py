@@ -156,7 +156,8 @@ class OrbaxDirectory:
       ]
       zarr3 = bool(metadata.get('use_zarr3'))
       whole = bool(metadata.get('store_array_data_equal_to_fill_value'))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError,
+            RecursionError) as e:
       raise errors.DamageError(
           f'{self.source}: expected the metadata of an Orbax tree in'
           f' {_METADATA}, found {type(e).__name__}: get the checkpoint again'

@@ -143,10 +143,12 @@ def _open_directory(spec: str) -> source_lib.Source:
 
 def _from_directory(spec: str, dtype: str) -> Checkpoint:
   source = _open_directory(spec)
-  tokenizer = source.tokenizer  # Refused, if at all, before the weights.
   memo = native.Memo(
       'kvgraft.fingerprint', source.files, source.config.to_json())
+  tokenizer = source.tokenizer  # Refused, if at all, before the weights.
   params, fingerprint = source_lib.load(source, dtype, memo.value)
+  if memo.is_stale():
+    raise native.changed(spec)
   if memo.value is None:
     memo.keep(fingerprint)
   return Checkpoint(

@@ -363,19 +363,27 @@ def stop_ids(folder: str | os.PathLike[str]) -> tuple[int, ...]:
 
 def _bos(folder: pathlib.Path) -> int | str:
   """Returns the id, or the piece, that a checkpoint puts in front."""
-  for name in ('config.json', 'generation_config.json'):
-    for value in _values(folder / name, 'bos_token_id'):
-      if type(value) is not int:
-        raise errors.UsageError(
-            f'{folder / name}: bos_token_id expected an id, found {value!r}:'
-            ' correct it'
-        )
-      return value
+  found = _bos_id(folder / 'config.json')
+  if found is not None:
+    return found
   for value in _values(folder / 'tokenizer_config.json', 'bos_token'):
     piece = value.get('content') if isinstance(value, dict) else value
     if isinstance(piece, str):
       return piece
-  return _BOS
+  # Beside an Orbax tree there is no config.json.
+  found = _bos_id(folder / 'generation_config.json')
+  return _BOS if found is None else found
+
+
+def _bos_id(path: pathlib.Path) -> int | None:
+  """Returns the id that a JSON file, if it is there, names."""
+  for value in _values(path, 'bos_token_id'):
+    if type(value) is not int:
+      raise errors.UsageError(
+          f'{path}: bos_token_id expected an id, found {value!r}: correct it'
+      )
+    return value
+  return None
 
 
 def _values(path: pathlib.Path, key: str) -> list[Any]:
@@ -386,7 +394,7 @@ def _values(path: pathlib.Path, key: str) -> list[Any]:
     outer = json.loads(_read(path))
     inner = outer.get('text_config') or {}
     values = [part.get(key) for part in (outer, inner)]
-  except (ValueError, AttributeError) as e:
+  except (ValueError, AttributeError, RecursionError) as e:
     raise errors.DamageError(
         f'{path}: expected a JSON object, found something else ({e}): fetch'
         ' the file again'
