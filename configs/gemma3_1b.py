@@ -12,7 +12,7 @@ DIR is a Hugging Face or Orbax directory or a GGUF file; without the flag it is
 Needs, as `kvgraft plan --model=gemma3-1b --context=32768` says on CPU:
   999,885,952 parameters, 2,000,040,448 bytes of weights;
   26,624 bytes of K and V a token: 22,528 sliding, 4,096 global;
-  314,572,800 bytes of cache for 32,768 positions.
+  182,452,224 bytes of cache for 32,768 positions.
 """
 
 

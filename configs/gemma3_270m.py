@@ -11,7 +11,7 @@ Expected of `verify`: `sha256_equal` 50, `argmax_agree` 50, `max_kl` 0.0,
 Needs, as `kvgraft plan --model=gemma3-270m --context=32768` says on CPU:
   268,098,176 parameters, 536,308,224 bytes of weights;
   18,432 bytes of K and V a token: 15,360 sliding, 3,072 global;
-  232,783,872 bytes of cache for 32,768 positions.
+  133,693,440 bytes of cache for 32,768 positions.
 """
 
 

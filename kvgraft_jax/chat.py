@@ -304,8 +304,10 @@ def tail(
     shown = tokens[max(0, at - _AROUND):at + _AROUND]
     return repr(tokenizer.decode(shown, show_special=True))
 
+  # Two conversations share bos and the opening of a turn whatever they say.
+  shared = f', or {length_flag}={at} to keep what they share'
   raise errors.UsageError(
       f'the conversation differs from the artifact at position {at} of'
       f' {len(front)}: expected {around(front)}, found {around(ids)}; give the'
       ' whole conversation with the same --thinking'
-      + (f', or {length_flag}={at} to keep what they share' if at else ''))
+      + (shared if at > 1 else ', or an artifact that is its beginning'))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ import numpy as np
 
 from kvgraft_jax import artifact as artifact_lib
 from kvgraft_jax import cache as cache_lib
+from kvgraft_jax import chat
 from kvgraft_jax import config as config_lib
 from kvgraft_jax import decode
 from kvgraft_jax import errors
@@ -90,6 +92,9 @@ class Model:
           f' {capacity}')
     self.capacity = capacity or limit
 
+  def __repr__(self) -> str:
+    return f'Model({self.source}, {self.profile.dtype})'
+
   def self_test(self, progress=None) -> selftest.Report:
     """Returns the self-test's report: cached, or run now (seconds)."""
     if self._report is None:
@@ -106,6 +111,47 @@ class Model:
   def context(self) -> Context:
     """Returns an empty context."""
     return Context(self)
+
+  def chat_tokens(
+      self, messages: Sequence[dict[str, Any]], *, thinking: bool = False,
+      add_generation_prompt: bool = True,
+  ) -> list[int]:
+    """Returns the token ids of a whole conversation, bos in front.
+
+    The checkpoint's own chat template writes it, or a built-in one of the
+    family where there is none.
+
+    Args:
+      messages: {'role': ..., 'content': ...} each; a content is a string.
+      thinking: let the model think first.
+      add_generation_prompt: open the model's turn behind them.
+
+    Raises:
+      UsageError: if the model has no tokenizer, the template refuses the
+        messages, or it does not know thinking.
+    """
+    if self.tokenizer is None:
+      raise errors.UsageError(
+          f'model {self.source!r} has no tokenizer and takes token ids only')
+    template = self.chat_template
+    extra: dict[str, Any] = {}
+    if template is None:
+      template, extra = chat.default_template(self.config)
+    piece = self.tokenizer.piece
+
+    def text(thinking: bool) -> str:
+      return chat.render(
+          template, messages, thinking=thinking,
+          add_generation_prompt=add_generation_prompt,
+          bos=piece(self.tokenizer.bos_id),
+          eos=''.join(map(piece, self.tokenizer.eos_ids[:1])), **extra)
+
+    rendered = text(thinking)
+    if thinking and rendered == text(False):
+      raise errors.UsageError(
+          f'thinking: the chat template of {self.source} knows none; leave it'
+          ' out')
+    return chat.encode(self.tokenizer, rendered)
 
   def prefill(
       self, tokens: Iterable[int], *, record: bool = True,
@@ -218,6 +264,9 @@ class Context:
     self._record = record
     self._keep: int | None = None
     self._recorder: recorder_lib.Recorder | None = None
+
+  def __repr__(self) -> str:
+    return f'Context({self.length} tokens, {self.tokens_restored} restored)'
 
   @property
   def length(self) -> int:
@@ -510,14 +559,15 @@ def load_model(
 ) -> Model:
   """Loads a model and settles its numerics.
 
-  The self-test runs once for these shapes, this machine and these versions
-  (seconds), and is kept in the user's cache directory. Where it refutes that
-  a tile's rows equal a chunk's, and no tile was asked for, the tile becomes
-  the chunk.
+  The self-test runs once for these shapes, this machine and these versions (a
+  minute or so), and is kept in the user's cache directory. Where it refutes
+  that a tile's rows equal a chunk's, and no tile was asked for, the tile
+  becomes the chunk.
 
   Args:
-    spec: 'gemma3-270m' (the embedded default), a .gguf file, 'tiny:SEED' or
-      'random:PRESET:SEED'.
+    spec: 'gemma3-270m' (the embedded default); the path of a Hugging Face or
+      Orbax directory or of a .gguf file; 'tiny:SEED', 'tiny-gemma4-SIZE:SEED'
+      or 'random:PRESET:SEED'.
     dtype: 'bfloat16' or 'float32', of weights, operands and cache.
     chunk: rows of a prefill step; None for the device's default.
     tile: rows of a decode step; None for the default.

@@ -48,6 +48,11 @@ class Artifact:
   tokens_computed: int = 0
   existed: bool = False
 
+  def __repr__(self) -> str:
+    fields = self.manifest.fields
+    return (f'Artifact({self.id[:12]}, {self.name!r}, positions'
+            f' [{fields.start}, {fields.end}))')
+
   @property
   def id(self) -> str:
     """Hex SHA-256 of the content."""
@@ -165,9 +170,12 @@ def _check_model(
     if theirs != ours:
       raise errors.IncompatibleError(
           f'artifact {manifest.id[:12]}: {factor} differs, expected'
-          f' {theirs[:16]}, found {ours[:16]} in {model.source}; load the'
-          f' {factor} it was deposited with{_origin(manifest)}, or deposit the'
-          ' text again', factor)
+          f' {theirs[:16]}, found {ours[:16]} in {model.source}; load the model'
+          f' it was deposited with{_origin(manifest)}'
+          + ('' if factor == 'model' else
+             f' (same weights, but another form of the {factor} counts as'
+             ' another one)' if fields.model == model.fingerprint else '')
+          + ', or deposit the text again', factor)
 
 
 def _origin(manifest: artifact_lib.Manifest) -> str:

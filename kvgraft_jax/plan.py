@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from kvgraft_jax import config as config_lib
 from kvgraft_jax import errors
 from kvgraft_jax import grafting
 from kvgraft_jax import numerics
+from kvgraft_jax.checkpoints import huggingface
 from kvgraft_jax.checkpoints import resolve
 from kvgraft_jax.checkpoints import tree
 
@@ -91,12 +93,16 @@ def config_of(spec: str) -> config_lib.ModelConfig:
   name = spec.removeprefix('random:').partition(':')[0]
   if name in sizes:
     return sizes[name]
-  try:
+  if os.path.isdir(spec):
+    # A config.json says enough; the weights need not be there.
+    found = huggingface.config_of(spec)
+    if found is not None:
+      return found
+  if os.path.exists(spec):
     return resolve.open_source(spec).config
-  except errors.NotFoundError:
-    raise errors.NotFoundError(
-        f'model {spec!r}: no such size or checkpoint; give a path, or one of'
-        f' {", ".join(config_lib.PRESETS)}') from None
+  raise errors.NotFoundError(
+      f'model {spec!r}: no such size or checkpoint; give a path, or one of'
+      f' {", ".join(sizes)}')
 
 
 def profile_for(

@@ -252,6 +252,9 @@ def test_the_models_own_template_comes_first(root, tiny, monkeypatch):
       'generate', TINY, messages(root, ASK), '--max_new_tokens=0', '--thinking')
   assert result.rc == 0 and result.stderr == ''
   assert result.json['thinking'] is True
+  tiny.chat_template = '{{ bos_token }}the same'
+  assert 'knows none; leave it out' in refusal(
+      2, 'generate', TINY, messages(root, ASK), '--thinking')
   # The byte tokenizer reads eos as bytes too.
   assert result.json['prompt_tokens'] == len(
       ids(f'True {ASK["content"]}<eos>'))

@@ -411,6 +411,10 @@ def test_config_file_sets_flags_and_the_command_line_wins(tmp_path):
   both = config("return {'model': 'tiny:0', 'max_new_tokens': 3, 'seed': 1}")
   assert ok(*args, both)['tokens_decoded'] == 3
   assert ok(*args, both, '--max_new_tokens=2')['tokens_decoded'] == 2
+  # One file serves several commands: other commands' flags are no error.
+  more = config("return {'model': 'tiny:0', 'seed': 1, 'capacity': 64}")
+  assert ok('plan', more)['model'] == 'tiny'
+  both = config("return {'model': 'tiny:0', 'max_new_tokens': 3, 'seed': 1}")
   for body, message in (
       ("return {'modle': 'tiny:0'}", "'modle' is not a flag"),
       ("return {'max_new_tokens': 'x'}", 'max_new_tokens'),

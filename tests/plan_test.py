@@ -1,5 +1,6 @@
 """The plan against real deposits, real caches and formulas by hand."""
 
+import json
 import math
 import os
 import pathlib
@@ -16,6 +17,7 @@ from kvgraft_jax import memory
 from kvgraft_jax import numerics
 from kvgraft_jax import plan
 from kvgraft_jax import store as store_lib
+from kvgraft_jax.checkpoints import hf_export
 import model_helpers
 
 CPU = numerics.Profile('bfloat16', chunk=512, tile=4, page=128)
@@ -230,3 +232,12 @@ def test_what_cannot_fit_is_refused():
     (83_805_149_656, '83.8 GB')])
 def test_human(nbytes, text):
   assert memory.human(nbytes) == text
+
+
+def test_a_config_alone_is_enough(tmp_path):
+  (tmp_path / 'config.json').write_text(json.dumps(
+      hf_export.config_json(config_lib.PRESETS['gemma4-e2b'], 'bfloat16')))
+  assert plan.config_of(str(tmp_path)) == config_lib.PRESETS['gemma4-e2b']
+  (tmp_path / 'config.json').write_text('{"model_type": "llama"}')
+  with pytest.raises(errors.UsageError, match='model_type expected'):
+    plan.config_of(str(tmp_path))

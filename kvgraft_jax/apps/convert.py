@@ -24,7 +24,8 @@ def define(fv: absl_flags.FlagValues) -> None:
   absl_flags.DEFINE_enum(
       'dtype', None, ['bfloat16', 'float32'],
       "Of every value; the checkpoint's own by default, which a GGUF file hands"
-      ' out as float32.', flag_values=fv)
+      ' out as float32. Another dtype makes another model: artifacts of the'
+      ' original do not graft with it.', flag_values=fv)
 
 
 def run(args: Any) -> tuple[int, dict[str, Any]]:
@@ -32,6 +33,7 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   flags.require(args, 'model', 'out')
   # They import jax; --help does not.
   from kvgraft_jax.checkpoints import convert
+  from kvgraft_jax.checkpoints import gguf_gemma
   from kvgraft_jax.checkpoints import resolve
   source = resolve.open_source(args.model)
   with common.Progress('convert') as bar:
@@ -40,6 +42,10 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   if source.tokenizer is not None and not result.tokenizer:
     common.note('the tokenizer could not be written exactly and was left out;'
                 ' the result takes token files only')
+  if result.tokenizer and isinstance(source, gguf_gemma.GemmaGguf):
+    common.note(
+        f'the tokenizer is in another form now: artifacts of {args.model} do'
+        f' not graft with {args.out}, nor the other way')
   common.say(f'{result.tensors} tensors, {result.nbytes:,} bytes:'
              f' {args.out}')
   return 0, {

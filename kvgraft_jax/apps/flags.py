@@ -5,6 +5,7 @@ own flags and several commands can run in one process.
 """
 
 from collections.abc import Sequence
+import functools
 import os
 import runpy
 from typing import Any
@@ -86,7 +87,7 @@ def text(
     what: for the help.
   """
   flags.DEFINE_string(
-      prefix or 'prompt', None, f'{what[0].upper()}{what[1:]}, literally.',
+      prefix or 'prompt', None, f'{what[0].upper()}{what[1:]}, as it is.',
       flag_values=fv)
   flags.DEFINE_string(
       file_flag, None, f'UTF-8 file with {what}.', flag_values=fv)
@@ -140,6 +141,20 @@ def sampling(fv: flags.FlagValues) -> None:
       'num_samples', 1, 'How many continuations.', flag_values=fv)
 
 
+@functools.cache
+def _shared() -> frozenset[str]:
+  """Returns the names of the flags that several commands share."""
+  fv = flags.FlagValues()
+  model(fv)
+  artifact(fv)
+  on_mismatch(fv, ('fail',))
+  text(fv)
+  messages(fv)
+  block(fv)
+  sampling(fv)
+  return frozenset(fv)
+
+
 def require(args: Any, *names: str) -> None:
   """Raises UsageError unless each of these flags has a value."""
   for name in names:
@@ -189,6 +204,8 @@ def _read_config(path: str) -> dict[str, Any]:
 
 def _set(fv: flags.FlagValues, name: Any, value: Any) -> None:
   where = f'--config={fv["config"].value}'
+  if name in _shared() and name not in fv:
+    return  # One file serves several commands.
   if name not in fv or name in ('config', 'flagfile', 'undefok'):
     raise errors.UsageError(
         f'{where}: {name!r} is not a flag of this command; remove it, or see'

@@ -1,4 +1,7 @@
-"""Continues from a stored artifact, without computing what it holds."""
+"""Continues from a stored artifact, without computing what it holds.
+
+Without a text behind it, it goes on from the artifact's end.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ EXAMPLE = "--store=/tmp/store --artifact=manual --prompt=' In short,'"
 def define(fv: absl_flags.FlagValues) -> None:
   """Defines this command's flags."""
   flags.artifact(fv)
-  flags.text(fv, what='the text behind the artifact; none goes on from its end')
+  flags.text(fv, what='the text behind the artifact')
   flags.messages(fv)
   flags.sampling(fv)
   absl_flags.DEFINE_boolean(

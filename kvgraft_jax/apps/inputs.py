@@ -227,19 +227,13 @@ def _conversation_ids(
     answer: bool, length_flag: str,
 ) -> list[int]:
   tokenizer = _tokenizer(model)
-  own = model.chat_template
-  template, extra = (
-      (own, {}) if own is not None else chat.default_template(model.config))
-  text = chat.render(
-      template, what.messages, thinking=what.thinking,
-      add_generation_prompt=answer, bos=tokenizer.piece(tokenizer.bos_id),
-      eos=''.join(map(tokenizer.piece, tokenizer.eos_ids[:1])), **extra)
-  _check_size(model, text)
-  ids = model.check_tokens(chat.encode(tokenizer, text))
+  _check_size(model, json.dumps(what.messages))
+  ids = model.check_tokens(model.chat_tokens(
+      what.messages, thinking=what.thinking, add_generation_prompt=answer))
   rest = chat.tail(tokenizer, ids, front, length_flag=length_flag)
-  if own is None:
+  if model.chat_template is None:
     common.note(f'{model.source} has no chat template; used the built-in one of'
-                f' {model.config.family}')
+                f' {model.config.family}, which base models have not learnt')
   return rest
 
 

@@ -55,6 +55,8 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
     sizes = [_describe(plan, c, args, available)
              for c in config_lib.PRESETS.values()]
     _table(memory, sizes)
+    if args.context:
+      common.say('a context beyond a size\'s own is cut to it')
     _say_available(memory, available)
     return 0, {'available_bytes': available, 'models': sizes}
   config = plan.config_of(args.model)
@@ -94,7 +96,7 @@ def _describe(
 ) -> dict[str, Any]:
   """Returns the JSON of one model; its context is cut unless `strict`."""
   profile = plan.profile_for(config, args.dtype)
-  context = args.context
+  context = args.context or args.passage_tokens
   if context is not None and not strict:
     context = min(context, config.max_context)
   made = plan.make(config, profile, context)
@@ -132,8 +134,8 @@ def _show(memory: Any, found: dict[str, Any]) -> None:
                   ' evenly; running on several is planned'))
   if found['fits'] is not None:
     lines += [
-        ('fits on this device', 'yes' if found['fits'] else 'NO: '
-         f'{human(found["needed"])} are needed'),
+        (f'{found["context"]:,} positions fit on this device', 'yes'
+         if found['fits'] else f'NO: {human(found["needed"])} are needed'),
         ('longest context that fits', f'{found["largest_context"]:,}'),
         ('longest deposit that fits', f'{found["largest_deposit"]:,}')]
   width = max(len(name) for name, _ in lines)
@@ -143,21 +145,25 @@ def _show(memory: Any, found: dict[str, Any]) -> None:
 
 def _table(memory: Any, sizes: list[dict[str, Any]]) -> None:
   rows = [('model', 'weights', 'KV/token', 'context', 'cache', 'full', 'window',
-           'longest context here')]
+           'runs here to', 'deposits to')]
+
+  def longest(value: int | None) -> str:
+    return 'unknown' if value is None else f'{value:,}' if value else 'no'
+
   for s in sizes:
-    longest = s['largest_context']
     rows.append((
         s['model'], memory.human(s['weights']),
         f'{sum(s["kv_per_token"].values()):,} B', f'{s["context"]:,}',
         memory.human(s['cache']), memory.human(s['artifact']['full']),
-        memory.human(s['artifact']['window']),
-        'unknown' if longest is None else f'{longest:,}' if longest
-        else 'does not fit'))
+        memory.human(s['artifact']['window']), longest(s['largest_context']),
+        longest(s['largest_deposit'])))
   widths = [max(map(len, column)) for column in zip(*rows)]
   for first, *rest in rows:
     common.say('  '.join(
         [first.ljust(widths[0])]
         + [cell.rjust(w) for cell, w in zip(rest, widths[1:])]))
+  common.say('full, window: an artifact of the whole context with that'
+             ' --sliding; deposits to: the longest full one')
 
 
 if __name__ == '__main__':

@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from kvgraft_jax import config as config_lib
 from kvgraft_jax import errors
 from kvgraft_jax import tokenizer as tokenizer_lib
 from kvgraft_jax.checkpoints import hf_config
@@ -50,6 +51,28 @@ _DTYPES = {
 }
 
 
+def config_of(folder: str | os.PathLike[str]) -> config_lib.ModelConfig | None:
+  """Returns the architecture of a directory's config.json; None without one.
+
+  Raises:
+    UsageError: if it is no unquantised Gemma 3 or 4.
+    DamageError: if the file is damaged.
+  """
+  folder = pathlib.Path(folder)
+  if not (folder / CONFIG).is_file():
+    return None
+  return _read_config(folder)[1].config
+
+
+def _read_config(
+    folder: pathlib.Path,
+) -> tuple[dict[str, Any], hf_config.HfConfig]:
+  """Returns config.json and what it says; named as the directory is."""
+  values = _read_object(folder / CONFIG)
+  name = pathlib.Path(os.path.abspath(folder)).name
+  return values, hf_config.from_json(values, name, str(folder / CONFIG))
+
+
 class HfDirectory:
   """A Hugging Face directory whose headers have been accepted.
 
@@ -77,11 +100,7 @@ class HfDirectory:
     self.source = os.fspath(folder)
     self._folder = pathlib.Path(folder)
     self._refuse_adapters()
-    values = _read_object(self._folder / CONFIG)
-    parsed = hf_config.from_json(
-        values,
-        pathlib.Path(os.path.abspath(folder)).name, str(self._folder / CONFIG),
-    )
+    values, parsed = _read_config(self._folder)
     self.config = parsed.config
     text = values.get('text_config')
     self.token_ids = {

@@ -21,7 +21,7 @@ from kvgraft_jax.checkpoints import source as source_lib
 EMBEDDED = 'gemma3-270m'
 _ACCEPTED = (
     f"accepted are '{EMBEDDED}', a Hugging Face or Orbax directory, a .gguf"
-    " file, 'tiny:SEED' and 'random:PRESET:SEED'"
+    " file, 'tiny:SEED', 'tiny-gemma4-SIZE:SEED' and 'random:PRESET:SEED'"
 )
 _HUGGING_FACE = (huggingface.CONFIG, '*.safetensors', 'adapter_config.json',
                  'pytorch_model*')
@@ -83,6 +83,9 @@ def resolve(spec: str, dtype: str) -> Checkpoint:
     return _random(spec, config_lib.TINY_PRESETS[kind], rest, dtype)
   if kind == 'random':
     preset, _, seed = rest.rpartition(':')
+    if rest in config_lib.PRESETS:
+      raise errors.UsageError(
+          f'model {spec!r}: the seed is missing: use {spec + ":0"!r}')
     if preset not in config_lib.PRESETS:
       raise errors.UsageError(
           f'model {spec!r}: unknown preset {preset!r}: use'
@@ -98,6 +101,11 @@ def resolve(spec: str, dtype: str) -> Checkpoint:
       opened = gguf_gemma.GemmaGguf(gguf.GgufFile([spec]))
     content = native.content_sha256([spec])
     return _from_gguf([spec], content, spec, dtype, opened)
+  if spec in config_lib.PRESETS:
+    raise errors.NotFoundError(
+        f'model {spec!r}: a published size, but no checkpoint here: give its'
+        f" directory or .gguf file, or 'random:{spec}:0' for random weights"
+    )
   what = 'no such file' if spec.endswith('.gguf') else 'no such model or file'
   raise errors.NotFoundError(f'model {spec!r}: {what}: {_ACCEPTED}')
 
