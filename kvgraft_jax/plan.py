@@ -12,19 +12,13 @@ from kvgraft_jax import cache as cache_lib
 from kvgraft_jax import config as config_lib
 from kvgraft_jax import errors
 from kvgraft_jax import grafting
+from kvgraft_jax import memory
 from kvgraft_jax import numerics
 from kvgraft_jax.checkpoints import huggingface
 from kvgraft_jax.checkpoints import resolve
 from kvgraft_jax.checkpoints import tree
 
 MODES = (artifact_lib.FULL, artifact_lib.WINDOW)
-# Of jax, its programs and the allocator; and of each element of the largest
-# layer matrix. Fitted to peaks on CPU: for Gemma 3 270M, 1B, 4B and Gemma 4 E2B
-# the whole estimate is 17, 5, -2 and 46 % above what was measured.
-_RUNTIME_BYTES = 400 << 20
-_BYTES_A_WEIGHT = 6
-
-
 @dataclasses.dataclass(frozen=True)
 class Plan:
   """What one model needs for one context. All sizes are bytes.
@@ -146,21 +140,6 @@ def cache_bytes(
   return size * sum(math.prod(shape) for shape in shapes.values())
 
 
-def scratch_bytes(
-    config: config_lib.ModelConfig, profile: numerics.Profile
-) -> int:
-  """Estimates what computing takes beside weights and cache."""
-  row = largest = 0
-  for i, kind in enumerate(config.layers):
-    spec, hidden = config.spec(kind), config.layer_hidden(i)
-    # Of one prefill row, fitted to the compiler's own figures for Gemma 3:
-    # within an eighth.
-    row = max(row, 16 * hidden + (44 + 12 * spec.kv_heads)
-              * config.num_heads * spec.head_dim)
-    largest = max(largest, 2 * hidden * config.width)
-  return _RUNTIME_BYTES + _BYTES_A_WEIGHT * largest + profile.chunk * row
-
-
 def needed_bytes(
     config: config_lib.ModelConfig, profile: numerics.Profile, positions: int,
     *, deposit: bool = False,
@@ -174,7 +153,8 @@ def needed_bytes(
     deposit: count the rows that a deposit with `sliding='full'` records too,
       where host and device memory are one.
   """
-  total = (weight_bytes(config, profile.dtype) + scratch_bytes(config, profile)
+  total = (weight_bytes(config, profile.dtype)
+           + memory.scratch_bytes(config, profile.chunk)
            + cache_bytes(config, profile, positions))
   if deposit and jax.default_backend() == 'cpu':
     total += positions * kv_bytes(config, profile.dtype)[config_lib.SLIDING]
@@ -230,7 +210,7 @@ def make(
       weights=weight_bytes(config, profile.dtype), kv_per_token=per_token,
       cache_slots=cache_lib.slots_for(config, profile, context),
       cache=cache_bytes(config, profile, context),
-      scratch=scratch_bytes(config, profile),
+      scratch=memory.scratch_bytes(config, profile.chunk),
       recorded=per_token[config_lib.SLIDING] * context,
       needed=needed_bytes(config, profile, context),
       needed_to_deposit=needed_bytes(config, profile, context, deposit=True),

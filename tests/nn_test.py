@@ -120,7 +120,9 @@ def test_nnx_eager_equals_linen_eager(model, bridged, module, expected):
   np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=0.05)
 
 
-@pytest.mark.parametrize('name', ['tiny-gemma4-e2b', 'tiny-gemma4-26b-a4b'])
+@pytest.mark.parametrize('name', [
+    'tiny-gemma4-e2b',
+    pytest.param('tiny-gemma4-26b-a4b', marks=pytest.mark.slow)])
 def test_gemma4_has_the_engines_bits(name):
   # One program here, two in the engine where layers share keys and values.
   model = kv.load_model(f'{name}:0', self_test=False)

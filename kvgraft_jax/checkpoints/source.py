@@ -33,6 +33,7 @@ DTYPES = {
     'bfloat16': np.dtype(ml_dtypes.bfloat16),
     'float32': np.dtype(np.float32),
 }
+_CHUNK = 512  # Rows of a prefill step, unless they are asked for otherwise.
 _NONE = 'none'
 
 
@@ -148,8 +149,8 @@ def _finite(piece: np.ndarray) -> bool:
 def check_memory(
     config: config_lib.ModelConfig, dtype: str, source: str
 ) -> None:
-  """Raises CapacityError if a model's weights cannot fit on the device."""
-  needed = sum(
+  """Raises CapacityError if a model cannot run on the device."""
+  needed = memory.scratch_bytes(config, _CHUNK) + sum(
       math.prod(shape) * DTYPES[dtype if is_matrix else 'float32'].itemsize
       for _, (shape, is_matrix) in tree.flatten(tree.param_shapes(config)))
   memory.check(needed, f'model {source!r} in {dtype}')
