@@ -136,7 +136,7 @@ def _help(name: str, command: Any, values: absl_flags.FlagValues) -> str:
     if choices:
       kind += '|'.join(choices)
       text = text.partition('>: ')[2]  # absl repeats the choices in front.
-    if flag.default not in (None, False):
+    if flag.default is not None and flag.default is not False:
       kind += f' [{flag.default}]'
     lines.append(f'  {kind}')
     lines += textwrap.wrap(

@@ -28,7 +28,8 @@ def model(fv: flags.FlagValues) -> None:
   """Defines the model and its numerics."""
   flags.DEFINE_string(
       'model', 'gemma3-270m', 'gemma3-270m, a Hugging Face or Orbax directory,'
-      ' a .gguf file, tiny:SEED or random:PRESET:SEED.', flag_values=fv)
+      ' a .gguf file, tiny:SEED, tiny-gemma4-SIZE:SEED or random:PRESET:SEED.',
+      flag_values=fv)
   flags.DEFINE_enum(
       'dtype', 'bfloat16', ['bfloat16', 'float32'],
       'Of weights, operands and cache.', flag_values=fv)
@@ -107,8 +108,8 @@ def messages(fv: flags.FlagValues) -> None:
       " model's own or its family's; base models have learnt none, and cannot"
       ' be told apart.', flag_values=fv)
   flags.DEFINE_boolean(
-      'thinking', False, 'Let the model think first, with --messages and where'
-      ' its chat template can.', flag_values=fv)
+      'thinking', False, 'With --messages: let the model think first; refused'
+      ' where its chat template knows no thinking.', flag_values=fv)
 
 
 def double_bos(fv: flags.FlagValues) -> None:
