@@ -23,6 +23,7 @@ from kvgraft_jax.checkpoints import tree
 
 SLICES = (2, 4, 8)
 HEAD = 'embedder/input_embedding'
+_LOOKED_UP = 'embedder/per_layer_embedding'  # In no product.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,7 @@ def shapes(model: engine.Model) -> dict[tuple[int, int], str]:
   """Returns (O, I) of every matmul shape -> the first weight that has it."""
   found: dict[tuple[int, int], str] = {}
   for name, weight in tree.flatten(model.params):
-    if weight.ndim == 2:
+    if weight.ndim == 2 and name != _LOOKED_UP:
       found.setdefault(weight.shape, name)
   return found
 

@@ -5,7 +5,9 @@ import pathlib
 import numpy as np
 import pytest
 
+from kvgraft_jax import engine
 from kvgraft_jax import errors
+from kvgraft_jax import measure
 from kvgraft_jax import numerics
 import make_goldens
 import model_helpers
@@ -174,3 +176,11 @@ def test_real_goldens(dtype, tolerance):
           err_msg=f'{name} row {found["row"]}')
       if dtype == 'float32' or found['margin'] > 1.0:
         assert int(values.argmax()) == found['argmax'], (name, found['row'])
+
+
+def test_a_table_that_is_only_looked_up_is_not_measured():
+  model = engine.load_model('tiny-gemma4-e2b:0', self_test=False)
+  found = measure.shapes(model).values()
+  assert 'embedder/per_layer_embedding' not in found
+  assert {'embedder/input_embedding', 'layer_0/per_layer_input_gate/w'} <= set(
+      found)
