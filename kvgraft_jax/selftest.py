@@ -273,8 +273,8 @@ def load_or_run(
   path = paths.cache_dir() / 'selftest' / f'{key}.json'
   report = _load(path, key)
   if report is None:
-    _LOG.info('self-test of %s in %s, once on this machine; up to a minute or'
-              ' two', config.name, profile.dtype)
+    _LOG.info('self-test of %s in %s, once on this machine: about a minute,'
+              ' some for a large model', config.name, profile.dtype)
     report = run(config, profile, params, progress)
     _keep(path, key, report)
   return report

@@ -439,3 +439,24 @@ def test_the_real_model_as_a_directory(tmp_path, monkeypatch):
           / 'data' / 'document.txt').read_text(encoding='utf-8')
   assert found.tokenizer.encode(text, add_bos=True) == known.tokenizer.encode(
       text, add_bos=True)
+
+
+def test_the_second_of_two_converts_leaves_the_first(tmp_path, monkeypatch):
+  folder, out = tmp_path / 'x', tmp_path / 'out'
+  values = hf_export.config_json(config.TINY, 'bfloat16')
+  hf_helpers.write_config(folder, values)
+  hf_helpers.write(folder / 'model.safetensors', {
+      n: np.zeros(shape, ml_dtypes.bfloat16)
+      for n, shape in hf_helpers.tensor_shapes(values, shared=False).items()})
+  write = convert._write_tokenizer
+
+  def meanwhile(source, temporary):  # The other process is done first.
+    out.mkdir()
+    (out / 'config.json').write_text('theirs')
+    return write(source, temporary)
+
+  monkeypatch.setattr(convert, '_write_tokenizer', meanwhile)
+  with pytest.raises(errors.StorageError, match='another process wrote'):
+    convert.convert(resolve.open_source(str(folder)), out, 'safetensors')
+  assert (out / 'config.json').read_text() == 'theirs'
+  assert sorted(p.name for p in tmp_path.iterdir()) == ['out', 'x']

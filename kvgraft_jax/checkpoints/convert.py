@@ -9,6 +9,7 @@ and renamed when it is whole.
 from collections.abc import Callable
 from collections.abc import Iterator
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -117,6 +118,11 @@ def convert(
     os.rename(temporary, out)
     _sync_folder(out.parent)
   except OSError as e:
+    if e.errno in (errno.ENOTEMPTY, errno.EEXIST):
+      raise errors.StorageError(
+          f'--out={out}: expected nothing there, found files that another'
+          ' process wrote meanwhile: they are untouched; name another directory'
+      ) from None
     raise errors.StorageError(
         f'--out={out}: cannot write it: {e.strerror or e}: free space or permit'
         ' writing there, or name another directory') from None
