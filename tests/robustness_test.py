@@ -235,8 +235,9 @@ def test_closed_and_full_streams(root, redirect, rc):
   (root / 'names' / 'odd').write_text('damaged: gives a note on stderr')
   command = ' '.join(cli_helpers.command('ls', f'--store={root}'))
   done = subprocess.run(
-      f'{command} {redirect}', shell=True, env=cli_helpers.environment(),
-      capture_output=True, check=False)
+      f'{command} {redirect}', shell=True, capture_output=True, check=False,
+      # Buffered, as where the variable is not set: the rest is flushed at exit.
+      env=cli_helpers.environment() | {'PYTHONUNBUFFERED': ''})
   assert done.returncode == rc, done
   assert b'Traceback' not in done.stderr and b'Exception' not in done.stderr
   if not rc:

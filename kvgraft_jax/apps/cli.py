@@ -53,6 +53,10 @@ def show(text: str) -> int:
   except BrokenPipeError:
     _silence_stdout()  # Nobody reads any more; nothing to say.
     return 1
+  except OSError as e:
+    _silence_stdout()
+    warn(f'kvgraft: cannot write to stdout: {e.strerror}; check its space')
+    return 1
   return 0
 
 
@@ -91,6 +95,11 @@ def execute(name: str, argv: Sequence[str]) -> int:
     if shown:
       traceback.print_exc()
     line, code = _describe(e)
+  try:
+    if sys.stdout is not None:
+      sys.stdout.flush()
+  except (OSError, ValueError):
+    _silence_stdout()  # It may be what failed: what is left cannot be written.
   warn(f'kvgraft {name}: {" ".join(line.split())}')
   return code
 
