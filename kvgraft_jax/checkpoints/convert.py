@@ -118,7 +118,7 @@ def convert(
     os.rename(temporary, out)
     _sync_folder(out.parent)
   except OSError as e:
-    if e.errno in (errno.ENOTEMPTY, errno.EEXIST):
+    if e.errno in (errno.ENOTEMPTY, errno.EEXIST) and out.is_dir():
       raise errors.StorageError(
           f'--out={out}: expected nothing there, found files that another'
           ' process wrote meanwhile: they are untouched; name another directory'
