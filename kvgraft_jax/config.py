@@ -6,6 +6,7 @@ Sources: google-deepmind/gemma `gm/nn`, Hugging Face `models/gemma3`,
 """
 
 import dataclasses
+from typing import Any
 
 SLIDING = 'sliding'
 GLOBAL = 'global'
@@ -173,15 +174,21 @@ def _gemma3(
   )
 
 
+# What every Gemma 4 has.
+_GEMMA4: dict[str, Any] = {
+    'family': 'gemma4', 'query_scale_dim': 1, 'norm_offset': 0,
+    'final_softcap': 30, 'value_norm': True, 'layer_scalar': True,
+}
+
+
 def _gemma4(
     name: str, *, layers: int, width: int, hidden: int, heads: int,
     kv_heads: int, global_kv_heads: int, window: int, max_context: int,
-    global_every: int = 6, value_from_key: bool = True, **rest: int,
+    global_every: int = 6, value_from_key: bool = True, **rest: Any,
 ) -> ModelConfig:
   """`global_every` - 1 sliding layers, then one global, repeated."""
   return ModelConfig(
       name=name,
-      family='gemma4',
       vocab_size=262144,
       width=width,
       hidden=hidden,
@@ -193,12 +200,8 @@ def _gemma4(
       # A quarter of 512 rotates: 64 pairs of 256.
       full=AttentionSpec(global_kv_heads, 512, None, 1_000_000, rope_pairs=64,
                          value_from_key=value_from_key),
-      query_scale_dim=1,
       max_context=max_context,
-      norm_offset=0,
-      final_softcap=30,
-      value_norm=True,
-      layer_scalar=True,
+      **_GEMMA4,
       **rest,
   )
 
@@ -253,12 +256,11 @@ TINY = ModelConfig(
 
 def _tiny_gemma4(
     size: str, layers: tuple[str, ...], *, kv_heads: int = 2,
-    global_kv_heads: int = 1, value_from_key: bool = True, **rest: int,
+    global_kv_heads: int = 1, value_from_key: bool = True, **rest: Any,
 ) -> ModelConfig:
   """Returns what a published size has, made small."""
   return ModelConfig(
       name=f'tiny-gemma4-{size}',
-      family='gemma4',
       vocab_size=320,
       width=64,
       hidden=128,
@@ -267,12 +269,8 @@ def _tiny_gemma4(
       sliding=AttentionSpec(kv_heads, 32, 24, 10_000),
       full=AttentionSpec(global_kv_heads, 64, None, 1_000_000, rope_pairs=8,
                          value_from_key=value_from_key),
-      query_scale_dim=1,
       max_context=4096,
-      norm_offset=0,
-      final_softcap=30,
-      value_norm=True,
-      layer_scalar=True,
+      **_GEMMA4,
       **rest,
   )
 

@@ -589,12 +589,8 @@ def load_model(
         ' JAX_PLATFORMS, or install the jax that it needs') from None
   programs_lib.enable_compilation_cache()
   checkpoint = resolve.resolve(spec, dtype)
-  default_tile = None
-  if config_lib.is_tiny(checkpoint.config):
-    chunk, page = chunk or 32, page or 16
-    default_tile = min(4, chunk)
-  profile = numerics.default_profile(
-      dtype, chunk=chunk, tile=tile or default_tile, page=page)
+  profile = numerics.profile_for(
+      checkpoint.config, dtype, chunk=chunk, tile=tile, page=page)
   model = Model(checkpoint, profile, capacity)
   if check:
     check(model)

@@ -13,6 +13,7 @@ import platform
 
 import jax
 
+from kvgraft_jax import config as config_lib
 from kvgraft_jax import errors
 from kvgraft_jax import hashing
 
@@ -159,6 +160,20 @@ def default_profile(
       dtype=dtype, chunk=chunk, tile=tile, page=page or 128, heads=heads,
       compiler_options=tuple(sorted(options.items())),
       environment=tuple(sorted(environment().items())))
+
+
+def profile_for(
+    config: config_lib.ModelConfig, dtype: str, *, chunk: int | None = None,
+    tile: int | None = None, page: int | None = None,
+) -> Profile:
+  """Returns the profile that a model has here; None for its defaults.
+
+  Tiny models have small steps, so that short texts cross every boundary.
+  """
+  if config_lib.is_tiny(config):
+    chunk, page = chunk or 32, page or 16
+    tile = tile or min(4, chunk)
+  return default_profile(dtype, chunk=chunk, tile=tile, page=page)
 
 
 def environment() -> dict[str, str]:

@@ -99,27 +99,10 @@ def config_of(spec: str) -> config_lib.ModelConfig:
       f' {", ".join(sizes)}')
 
 
-def profile_for(
-    config: config_lib.ModelConfig, dtype: str
-) -> numerics.Profile:
-  """Returns the profile that a model has here unless asked otherwise."""
-  if config_lib.is_tiny(config):
-    return numerics.default_profile(dtype, chunk=32, tile=4, page=16)
-  return numerics.default_profile(dtype)
-
-
 def parameters(config: config_lib.ModelConfig) -> int:
   """Returns the number of weights of the text model."""
   shapes = tree.flatten(tree.param_shapes(config))
   return sum(math.prod(shape) for _, (shape, _) in shapes)
-
-
-def weight_bytes(config: config_lib.ModelConfig, dtype: str) -> int:
-  """Returns bytes of the parameter tree."""
-  matrix = np.dtype(cache_lib.BITS[dtype]).itemsize
-  shapes = tree.flatten(tree.param_shapes(config))
-  return sum(math.prod(shape) * (matrix if is_matrix else 4)
-             for _, (shape, is_matrix) in shapes)
 
 
 def kv_bytes(config: config_lib.ModelConfig, dtype: str) -> dict[str, int]:
@@ -153,7 +136,7 @@ def needed_bytes(
     deposit: count the rows that a deposit with `sliding='full'` records too,
       where host and device memory are one.
   """
-  total = (weight_bytes(config, profile.dtype)
+  total = (tree.weight_bytes(config, profile.dtype)
            + memory.scratch_bytes(config, profile.chunk)
            + cache_bytes(config, profile, positions))
   if deposit and jax.default_backend() == 'cpu':
@@ -207,7 +190,7 @@ def make(
   return Plan(
       model=config.name, dtype=profile.dtype, context=context,
       parameters=parameters(config),
-      weights=weight_bytes(config, profile.dtype), kv_per_token=per_token,
+      weights=tree.weight_bytes(config, profile.dtype), kv_per_token=per_token,
       cache_slots=cache_lib.slots_for(config, profile, context),
       cache=cache_bytes(config, profile, context),
       scratch=memory.scratch_bytes(config, profile.chunk),

@@ -193,9 +193,8 @@ class Programs:
       raise AssertionError(
           f'step of {rows} rows at {starts} is past the {cache.capacity} slots')
     capacity = cache.capacity
-    hidden, cache = self.step(rows, batch, capacity)(
-        params, cache, jnp.asarray(tokens, np.int32),
-        jnp.asarray(starts, np.int32), self._rope(starts, rows))
+    where = self._where(tokens, starts)
+    hidden, cache = self.step(rows, batch, capacity)(params, cache, *where)
     first, stop = wanted or (0, rows)
     skip = 0
     if self.config.shared_layers and first < stop:
@@ -203,17 +202,20 @@ class Programs:
           rows, self.profile.tile)
       skip = min(first, rows - some)
       hidden = _cut(hidden, skip, some)
-      starts = starts + skip
+      if some < rows:
+        where = self._where(tokens[:, skip:skip + some], starts + skip)
       hidden, cache = self.sharers(some, batch, capacity)(
-          params, cache, hidden,
-          jnp.asarray(tokens[:, skip:skip + some], np.int32),
-          jnp.asarray(starts, np.int32), self._rope(starts, some))
+          params, cache, hidden, *where)
     return _cut(hidden, first - skip, stop - first), cache
 
-  def _rope(self, starts: np.ndarray, rows: int) -> dict[str, Any]:
-    positions = (starts[:, None] + np.arange(rows)).reshape(-1)
-    return {kind: rope_lib.rope_rows(positions, self.config.spec(kind))
+  def _where(
+      self, tokens: np.ndarray, starts: np.ndarray
+  ) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
+    """Returns tokens, starts and rotary rows as a program takes them."""
+    positions = (starts[:, None] + np.arange(tokens.shape[1])).reshape(-1)
+    rope = {kind: rope_lib.rope_rows(positions, self.config.spec(kind))
             for kind in config_lib.KINDS}
+    return (jnp.asarray(tokens, np.int32), jnp.asarray(starts, np.int32), rope)
 
   def fresh_scalars(self) -> dict[str, jax.Array]:
     """Returns the scalars of a new cache; a step donates them with it."""

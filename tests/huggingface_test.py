@@ -16,7 +16,7 @@ import command_helpers
 import hf_helpers
 from kvgraft_jax import config
 from kvgraft_jax import errors
-from kvgraft_jax import plan
+from kvgraft_jax import numerics
 from kvgraft_jax.checkpoints import hf_config
 from kvgraft_jax.checkpoints import hf_export
 from kvgraft_jax.checkpoints import huggingface
@@ -251,10 +251,10 @@ def test_a_tiny_size_is_known_by_its_sizes_not_by_its_folder(name):
   values = hf_export.config_json(config.TINY_PRESETS[name], 'bfloat16')
   found = hf_config.from_json(values, 'mine', 'x').config
   assert found == config.TINY_PRESETS[name]
-  assert plan.profile_for(found, 'bfloat16').page == 16
+  assert numerics.profile_for(found, 'bfloat16').page == 16
   other = hf_config.from_json(values | {'sliding_window': 25}, name, 'x').config
   assert other.name == name  # As its folder is called.
-  assert plan.profile_for(other, 'bfloat16').page == 128
+  assert numerics.profile_for(other, 'bfloat16').page == 128
 
 
 # Names and shapes.

@@ -18,6 +18,7 @@ from kvgraft_jax import numerics
 from kvgraft_jax import plan
 from kvgraft_jax import store as store_lib
 from kvgraft_jax.checkpoints import hf_export
+from kvgraft_jax.checkpoints import tree
 import model_helpers
 
 CPU = numerics.Profile('bfloat16', chunk=512, tile=4, page=128)
@@ -83,10 +84,10 @@ def test_children_are_as_large_as_planned(tmp_path, sliding):
 @pytest.mark.parametrize('dtype', model_helpers.DTYPES)
 def test_weights_and_cache_are_as_large_as_planned(dtype):
   model = model_helpers.tiny(dtype)
-  assert plan.profile_for(model.config, dtype).chunk == model.profile.chunk
-  assert plan.profile_for(model.config, dtype).page == model.profile.page
+  assert numerics.profile_for(model.config, dtype).chunk == model.profile.chunk
+  assert numerics.profile_for(model.config, dtype).page == model.profile.page
   leaves = jax.tree.leaves(model.params)
-  assert plan.weight_bytes(model.config, dtype) == sum(x.nbytes for x in leaves)
+  assert tree.weight_bytes(model.config, dtype) == sum(x.nbytes for x in leaves)
   assert plan.parameters(model.config) == sum(x.size for x in leaves)
   for length in (1, 200, 225):
     made = plan.make(model.config, model.profile, length)
@@ -99,7 +100,7 @@ def test_weights_and_cache_are_as_large_as_planned(dtype):
 
 def test_the_default_profile_is_the_models():
   model = engine.load_model('tiny:0', self_test=False)
-  assert plan.profile_for(model.config, 'bfloat16') == model.profile
+  assert numerics.profile_for(model.config, 'bfloat16') == model.profile
 
 
 def test_the_published_arithmetic():

@@ -49,6 +49,7 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
     raise errors.UsageError(
         '--corpus_tokens needs one --model, found all; name one')
   from kvgraft_jax import memory  # They import jax, which --help does not need.
+  from kvgraft_jax import numerics
   from kvgraft_jax import plan
   available = memory.available_bytes()
   if args.model == 'all':
@@ -64,11 +65,11 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   fitting = None
   if available is not None:
     fitting = [name for name, c in config_lib.PRESETS.items()
-               if plan.needed_bytes(c, plan.profile_for(c, args.dtype), 1)
+               if plan.needed_bytes(c, numerics.profile_for(c, args.dtype), 1)
                <= available]
   corpus = None
   if args.corpus_tokens is not None:
-    corpus = plan.corpus(config, plan.profile_for(config, args.dtype),
+    corpus = plan.corpus(config, numerics.profile_for(config, args.dtype),
                          args.corpus_tokens, args.passage_tokens)
   _show(memory, found)
   if corpus:
@@ -95,7 +96,8 @@ def _describe(
     available: int | None, *, strict: bool = False,
 ) -> dict[str, Any]:
   """Returns the JSON of one model; its context is cut unless `strict`."""
-  profile = plan.profile_for(config, args.dtype)
+  from kvgraft_jax import numerics  # Imports jax; --help does not.
+  profile = numerics.profile_for(config, args.dtype)
   context = args.context or args.passage_tokens
   if context is not None and not strict:
     context = min(context, config.max_context)

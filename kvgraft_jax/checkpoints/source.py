@@ -150,9 +150,8 @@ def check_memory(
     config: config_lib.ModelConfig, dtype: str, source: str
 ) -> None:
   """Raises CapacityError if a model cannot run on the device."""
-  needed = memory.scratch_bytes(config, _CHUNK) + sum(
-      math.prod(shape) * DTYPES[dtype if is_matrix else 'float32'].itemsize
-      for _, (shape, is_matrix) in tree.flatten(tree.param_shapes(config)))
+  needed = (tree.weight_bytes(config, dtype)
+            + memory.scratch_bytes(config, _CHUNK))
   memory.check(needed, f'model {source!r} in {dtype}')
 
 

@@ -8,6 +8,7 @@ covers, whatever file they came from.
 from collections.abc import Iterator
 from collections.abc import Mapping
 import dataclasses
+import math
 from typing import Any
 
 from kvgraft_jax import config as config_lib
@@ -149,6 +150,14 @@ def param_shapes(config: config_lib.ModelConfig) -> Shapes:
     if slot.path not in flat or shape > flat[slot.path][0]:
       flat[slot.path] = shape, not slot.is_norm
   return nest(flat)
+
+
+def weight_bytes(config: config_lib.ModelConfig, dtype: str) -> int:
+  """Returns bytes of the parameter tree of a model in `dtype`."""
+  sizes = {'bfloat16': 2, 'float32': 4}
+  return sum(
+      math.prod(shape) * sizes[dtype if is_matrix else 'float32']
+      for _, (shape, is_matrix) in flatten(param_shapes(config)))
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
