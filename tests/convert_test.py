@@ -33,15 +33,6 @@ def own_cache(tmp_path, monkeypatch):
   monkeypatch.setenv('KVGRAFT_CACHE_DIR', str(tmp_path / 'cache'))
 
 
-def write_case(
-    folder: pathlib.Path, case: str, dtype: str = 'float32'
-) -> pathlib.Path:
-  golden = oracle_weights.load(case)
-  oracle_weights.write_directory(
-      folder, golden['config'], oracle_weights.tensors(golden['recipe']), dtype)
-  return folder
-
-
 def fingerprint(spec: pathlib.Path) -> str:
   return resolve.resolve(str(spec), 'float32').model_fingerprint
 
@@ -55,7 +46,7 @@ def is_same(one: dict[str, np.ndarray], two: dict[str, np.ndarray]) -> bool:
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('case', CASES)
 def test_a_directory_comes_back_byte_for_byte(tmp_path, case, dtype):
-  folder = write_case(tmp_path / case, case, dtype)
+  folder = oracle_weights.write_case(tmp_path / case, case, dtype)
   result = command_helpers.ok(
       'convert', f'--model={folder}', f'--out={tmp_path / "new" / case}')
   out = tmp_path / 'new' / case
@@ -89,12 +80,12 @@ def test_the_text_model_alone_is_kept(tmp_path, case):
 
 @pytest.mark.parametrize('case', ['gemma3-linear', 'gemma4-26b-a4b'])
 def test_another_dtype_rounds_every_value(tmp_path, case):
-  folder = write_case(tmp_path / 'x', case, 'float32')
+  folder = oracle_weights.write_case(tmp_path / 'x', case, 'float32')
   narrow = convert.convert(
       huggingface.HfDirectory(folder), tmp_path / 'narrow', 'safetensors',
       'bfloat16')
   assert narrow.model_fingerprint == fingerprint(
-      write_case(tmp_path / 'y', case, 'bfloat16'))
+      oracle_weights.write_case(tmp_path / 'y', case, 'bfloat16'))
   wide = convert.convert(
       huggingface.HfDirectory(tmp_path / 'narrow'), tmp_path / 'wide',
       'safetensors', 'float32')
@@ -103,7 +94,7 @@ def test_another_dtype_rounds_every_value(tmp_path, case):
 
 
 def test_mixed_dtypes_are_kept(tmp_path):
-  folder = write_case(tmp_path / 'x', 'gemma3-small', 'bfloat16')
+  folder = oracle_weights.write_case(tmp_path / 'x', 'gemma3-small', 'bfloat16')
   path = folder / 'model.safetensors'
   hf_helpers.write(path, {
       n: a.astype(np.float32) if 'norm' in n else a
@@ -116,7 +107,7 @@ def test_mixed_dtypes_are_kept(tmp_path):
 
 
 def test_shards_are_bounded(tmp_path, monkeypatch):
-  folder = write_case(tmp_path / 'x', 'gemma4-e2b')
+  folder = oracle_weights.write_case(tmp_path / 'x', 'gemma4-e2b')
   monkeypatch.setattr(convert, '_SHARD_BYTES', 40_000)
   result = convert.convert(
       huggingface.HfDirectory(folder), tmp_path / 'out', 'safetensors')
@@ -218,7 +209,7 @@ def test_a_config_that_transformers_cannot_say_is_refused():
 
 def test_tokenizer_and_template_are_copied(tmp_path):
   pytest.importorskip('tokenizers')
-  folder = write_case(tmp_path / 'x', 'gemma4-31b')
+  folder = oracle_weights.write_case(tmp_path / 'x', 'gemma4-31b')
   tokenizer_writer.write_gemma4(folder)
   (folder / 'tokenizer_config.json').write_text(
       '{"chat_template": "{{ ü }}", "bos_token": "<bos>"}')
@@ -270,7 +261,7 @@ def test_orbax_keeps_the_ids_of_bos_and_stops(tmp_path, bos):
 
 @pytest.mark.parametrize('what', ['files', 'file', 'source'])
 def test_nothing_is_overwritten(tmp_path, what):
-  folder = write_case(tmp_path / 'x', 'gemma3-small')
+  folder = oracle_weights.write_case(tmp_path / 'x', 'gemma3-small')
   out = tmp_path / 'out'
   if what == 'files':
     out.mkdir()
@@ -287,7 +278,7 @@ def test_nothing_is_overwritten(tmp_path, what):
 
 
 def test_an_empty_directory_may_be_there(tmp_path):
-  folder = write_case(tmp_path / 'x', 'gemma3-small')
+  folder = oracle_weights.write_case(tmp_path / 'x', 'gemma3-small')
   (tmp_path / 'out').mkdir()
   out = tmp_path / 'out'
   command_helpers.ok('convert', f'--model={folder}', f'--out={out}')
@@ -297,7 +288,7 @@ def test_an_empty_directory_may_be_there(tmp_path):
 @pytest.mark.parametrize('form', convert.FORMATS)
 def test_a_failure_leaves_nothing(tmp_path, form):
   pytest.importorskip('orbax.checkpoint')
-  folder = write_case(tmp_path / 'x', 'gemma3-small')
+  folder = oracle_weights.write_case(tmp_path / 'x', 'gemma3-small')
   path = folder / 'model.safetensors'
   tensors = hf_helpers.read(path)
   tensors['model.layers.5.mlp.up_proj.weight'] = np.full(
@@ -311,7 +302,7 @@ def test_a_failure_leaves_nothing(tmp_path, form):
 
 
 def test_a_full_disk_is_known_before_the_work(tmp_path, monkeypatch):
-  folder = write_case(tmp_path / 'x', 'gemma3-small')
+  folder = oracle_weights.write_case(tmp_path / 'x', 'gemma3-small')
   usage = convert.shutil._ntuple_diskusage(10**6, 10**6, 1000)
   monkeypatch.setattr(convert.shutil, 'disk_usage', lambda path: usage)
   line = command_helpers.refusal(
@@ -321,7 +312,7 @@ def test_a_full_disk_is_known_before_the_work(tmp_path, monkeypatch):
 
 
 def test_no_permission_is_one_line(tmp_path):
-  folder = write_case(tmp_path / 'x', 'gemma3-small')
+  folder = oracle_weights.write_case(tmp_path / 'x', 'gemma3-small')
   (tmp_path / 'file').write_text('')
   line = command_helpers.refusal(
       1, 'convert', f'--model={folder}', f'--out={tmp_path / "file" / "out"}')
@@ -341,7 +332,7 @@ convert.convert(huggingface.HfDirectory(sys.argv[1]), sys.argv[2],
 
 
 def test_a_killed_convert_leaves_nothing_that_looks_whole(tmp_path):
-  folder = write_case(tmp_path / 'x', 'gemma3-small')
+  folder = oracle_weights.write_case(tmp_path / 'x', 'gemma3-small')
   done = subprocess.run(
       [sys.executable, '-c', _KILLED, folder, tmp_path / 'out'],
       env=cli_helpers.environment(), check=False)
@@ -385,7 +376,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, form):
 
 
 def test_a_source_that_fails_is_not_blamed_on_the_result(tmp_path):
-  folder = write_case(tmp_path / 'x', 'gemma3-small')
+  folder = oracle_weights.write_case(tmp_path / 'x', 'gemma3-small')
   opened = huggingface.HfDirectory(folder)
   (folder / 'model.safetensors').unlink()
   with pytest.raises(errors.NotFoundError, match='x/model.safetensors: cannot'):
@@ -401,7 +392,7 @@ def test_a_place_that_cannot_be_renamed_to_is_known_before_the_work(
     tmp_path, monkeypatch, out, message
 ):
   monkeypatch.chdir(tmp_path)
-  write_case(tmp_path / 'x', 'gemma3-small')
+  oracle_weights.write_case(tmp_path / 'x', 'gemma3-small')
   assert message in command_helpers.refusal(
       2, 'convert', '--model=x', f'--out={out}')
   assert sorted(p.name for p in tmp_path.iterdir()) == ['x']

@@ -45,16 +45,7 @@ def text_of(values: dict) -> dict:
 
 @pytest.fixture(name='folder')
 def folder_fixture(tmp_path):
-  return write_case(tmp_path / 'small', 'gemma3-small')
-
-
-def write_case(
-    folder: pathlib.Path, case: str, dtype: str = 'float32'
-) -> pathlib.Path:
-  golden = oracle_weights.load(case)
-  oracle_weights.write_directory(
-      folder, golden['config'], oracle_weights.tensors(golden['recipe']), dtype)
-  return folder
+  return oracle_weights.write_case(tmp_path / 'small', 'gemma3-small')
 
 
 def rewrite(folder: pathlib.Path, change) -> None:
@@ -293,7 +284,7 @@ def test_the_names_above_are_those_of_transformers(case):
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('case', CASES)
 def test_weights_arrive_where_they_belong(tmp_path, case, dtype):
-  folder = write_case(tmp_path / case, case, dtype)
+  folder = oracle_weights.write_case(tmp_path / case, case, dtype)
   found = resolve.resolve(str(folder), dtype)
   assert found.config.name == case and found.source == str(folder)
   weights = oracle_weights.tensors(oracle_weights.load(case)['recipe'])
@@ -317,7 +308,8 @@ def test_a_multimodal_directory_is_its_text_model(tmp_path, case):
   oracle_weights.write_directory(
       tmp_path / 'outer', golden['config'],
       oracle_weights.outer_tensors(golden, text), 'bfloat16')
-  inner = write_case(tmp_path / 'inner', golden['text_case'], 'bfloat16')
+  inner = oracle_weights.write_case(
+      tmp_path / 'inner', golden['text_case'], 'bfloat16')
   outer = resolve.resolve(str(tmp_path / 'outer'), 'bfloat16')
   found = huggingface.HfDirectory(tmp_path / 'outer')
   assert outer.model_fingerprint == resolve.resolve(
@@ -433,13 +425,13 @@ def test_tensors_that_do_not_fit_are_refused(folder, change, message):
 
 
 def test_values_that_keys_replace_are_refused_and_shared_ones_skipped(tmp_path):
-  folder = write_case(tmp_path / 'a', 'gemma4-31b')
+  folder = oracle_weights.write_case(tmp_path / 'a', 'gemma4-31b')
   more = {'model.layers.5.self_attn.v_proj.weight': np.zeros(
       (32, 32), np.float32)}
   rewrite(folder, lambda t: t.update(more))
   with pytest.raises(errors.UsageError, match='layers.5.self_attn.v_proj'):
     huggingface.HfDirectory(folder)
-  folder = write_case(tmp_path / 'b', 'gemma4-e2b')
+  folder = oracle_weights.write_case(tmp_path / 'b', 'gemma4-e2b')
   rewrite(folder, lambda t: t.update(more))
   assert huggingface.HfDirectory(folder).skipped == tuple(more)
 
@@ -604,7 +596,7 @@ def test_a_directory_that_is_no_checkpoint(tmp_path, files, message):
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_a_value_that_is_not_finite_stops_the_load(tmp_path, value, dtype):
-  folder = write_case(tmp_path / 'x', 'gemma3-small', dtype)
+  folder = oracle_weights.write_case(tmp_path / 'x', 'gemma3-small', dtype)
   name = 'layers.4.self_attn.k_norm.weight'
   def spoil(tensors):
     array = tensors['model.' + name].copy()

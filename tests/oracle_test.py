@@ -18,10 +18,8 @@ CASES = oracle_weights.names()
 @pytest.fixture(scope='module', name='model', params=CASES)
 def _model(request, tmp_path_factory):
   golden = oracle_weights.load(request.param)
-  folder = tmp_path_factory.mktemp(request.param)
-  oracle_weights.write_directory(
-      folder, golden['config'], oracle_weights.tensors(golden['recipe']),
-      'float32')
+  folder = oracle_weights.write_case(
+      tmp_path_factory.mktemp(request.param), request.param)
   model = engine.load_model(
       str(folder), dtype='float32', chunk=8, tile=8, page=4, self_test=False)
   return golden, model

@@ -122,3 +122,13 @@ def write_directory(
   head += b' ' * (-len(head) % 8)
   with (folder / 'model.safetensors').open('wb') as file:
     file.write(len(head).to_bytes(8, 'little') + head + b''.join(blobs))
+
+
+def write_case(
+    folder: pathlib.Path, case: str, dtype: str = 'float32'
+) -> pathlib.Path:
+  """Writes the directory of a case; returns `folder`."""
+  golden = load(case)
+  write_directory(
+      folder, golden['config'], tensors(golden['recipe']), dtype)
+  return folder

@@ -46,7 +46,9 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   start = (inputs.graft_length(store, parent, args.parent_length)
            if parent else 0)
   model = common.load_model(args, parent)
-  front = inputs.chain_tokens(store, parent, start) if parent else []
+  # Token ids need no look at what stands in front of them.
+  front = (inputs.chain_tokens(store, parent, start)
+           if parent and not isinstance(what, list) else [])
   ids = inputs.to_ids(args, model, what, start, front=lambda: front,
                       answer=False, length_flag='--parent_length')
   if not ids:
