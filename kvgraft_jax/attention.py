@@ -111,6 +111,7 @@ def attend(
     q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, *,
     layer: jax.Array | int, b: int, start: jax.Array,
     spec: config_lib.AttentionSpec, profile: numerics.Profile, one: jax.Array,
+    first_position: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Attention of R rows at positions start.. over the cache, own rows included.
 
@@ -124,6 +125,7 @@ def attend(
     spec: kind of the layer.
     profile: page size, dtype and form.
     one: the seal.
+    first_position: int32 [], of the first key that exists; None for 0.
 
   Returns:
     float32 [R, N, H], and the two caches unchanged: they ride through the
@@ -139,6 +141,8 @@ def attend(
   def rows_at(q_block, first, count, caches):
     positions = first + jnp.arange(count, dtype=jnp.int32)
     lo, hi = page_range(first, first + count - 1, spec.window, page)
+    if first_position is not None:
+      lo = jnp.maximum(lo, first_position // page)
 
     def body(number, carry):
       state, caches = carry
@@ -147,6 +151,8 @@ def attend(
           for c in caches)
       k_positions = number * page + jnp.arange(page, dtype=jnp.int32)
       mask = visible(positions, k_positions, spec.window)
+      if first_position is not None:
+        mask &= k_positions[None, :] >= first_position
       # Visible keys of a row are one run, so two ends tell if there are any.
       first_key, last_key = number * page, number * page + page - 1
       seen = positions >= first_key

@@ -104,7 +104,7 @@ def shapes(
 
 def empty(
     config: config_lib.ModelConfig, profile: numerics.Profile, *, batch: int,
-    capacity: int, scalars: Mapping[str, np.ndarray],
+    capacity: int, scalars: Mapping[str, np.ndarray | jax.Array],
 ) -> KVCache:
   """Returns a cache of zeros for `batch` sequences of up to `capacity`."""
   bits = BITS[profile.dtype]

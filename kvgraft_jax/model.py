@@ -202,7 +202,7 @@ def _layer(
           v_cache, v_bits[rows], row, b, starts[b], margin)
     out, k_cache, v_cache = attention.attend(
         q[rows], k_cache, v_cache, layer=row, b=b, start=starts[b], spec=spec,
-        profile=profile, one=s['one'])
+        profile=profile, one=s['one'], first_position=s.get('first_position'))
     mixed.append(out)
   x = attention_out(layer, x, jnp.concatenate(mixed), s)
   x = feed_forward(layer, x, config, s)

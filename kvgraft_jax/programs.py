@@ -213,9 +213,15 @@ class Programs:
   ) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
     """Returns tokens, starts and rotary rows as a program takes them."""
     positions = (starts[:, None] + np.arange(tokens.shape[1])).reshape(-1)
-    rope = {kind: rope_lib.rope_rows(positions, self.config.spec(kind))
+    return (jnp.asarray(tokens, np.int32), jnp.asarray(starts, np.int32),
+            self.rope_rows(positions))
+
+  def rope_rows(
+      self, positions: np.ndarray
+  ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Returns kind -> cos and sin, float32 [n, H / 2], of int positions [n]."""
+    return {kind: rope_lib.rope_rows(positions, self.config.spec(kind))
             for kind in config_lib.KINDS}
-    return (jnp.asarray(tokens, np.int32), jnp.asarray(starts, np.int32), rope)
 
   def fresh_scalars(self) -> dict[str, jax.Array]:
     """Returns the scalars of a new cache; a step donates them with it."""

@@ -22,6 +22,9 @@ import numpy as np
 from kvgraft_jax import config as config_lib
 from kvgraft_jax import errors
 
+# Key and value of a layer, each [positions, K, H].
+KeyValue = tuple[np.ndarray, np.ndarray]
+
 _EPS = 1e-6
 _VOCAB_ROWS = 32768  # embedding rows converted at once in the head
 
@@ -38,23 +41,29 @@ def gelu(x: np.ndarray) -> np.ndarray:
   return 0.5 * x * (1.0 + np.tanh(c * (x + 0.044715 * x * x * x)))
 
 
-def rotate(x: np.ndarray, spec: config_lib.AttentionSpec) -> np.ndarray:
-  """Rotates each head of row t by position t, pairing i with i + H / 2.
+def rotate(
+    x: np.ndarray, spec: config_lib.AttentionSpec,
+    positions: np.ndarray | None = None,
+) -> np.ndarray:
+  """Rotates each head of row t by its position, pairing i with i + H / 2.
 
   Args:
     x: [T, heads, H].
     spec: rotary base, divisor and number of rotating pairs.
+    positions: integers [T]; None for 0..T-1.
 
   Returns:
-    [T, heads, H] in the dtype of `x`; the angles are float64.
+    [T, heads, H] in the dtype of `x`; the angles have the platform's widest
+    float, which on x86 keeps them exact for float64 to some thousand positions.
   """
   length, _, head_dim = x.shape
   half = head_dim // 2
-  frequency = float(spec.rope_theta) ** (-2.0 * np.arange(half) / head_dim)
-  frequency /= spec.rope_divisor
+  exponent = np.arange(half).astype(np.longdouble) * -2 / head_dim
+  frequency = np.longdouble(spec.rope_theta) ** exponent / spec.rope_divisor
   if spec.rope_pairs is not None:
     frequency[spec.rope_pairs:] = 0.0
-  angle = np.arange(length)[:, None, None] * frequency  # [T, 1, H / 2]
+  positions = np.arange(length) if positions is None else positions
+  angle = positions[:, None, None] * frequency  # [T, 1, H / 2]
   cos, sin = np.cos(angle).astype(x.dtype), np.sin(angle).astype(x.dtype)
   first, second = x[..., :half], x[..., half:]
   return np.concatenate(
@@ -62,15 +71,18 @@ def rotate(x: np.ndarray, spec: config_lib.AttentionSpec) -> np.ndarray:
   )
 
 
-def attention_mask(length: int, window: int | None) -> np.ndarray:
-  """Returns bool [T, T]: whether query row i sees key column j.
+def attention_mask(
+    length: int, window: int | None, past: int = 0
+) -> np.ndarray:
+  """Returns bool [T, past + T]: whether query row i sees key column j.
 
   Args:
     length: T.
     window: positions a query sees, itself included; None sees all before it.
+    past: keys in front of the queries' own.
   """
-  query = np.arange(length)[:, None]
-  key = np.arange(length)[None, :]
+  query = past + np.arange(length)[:, None]
+  key = np.arange(past + length)[None, :]
   mask = key <= query
   if window is not None:
     mask &= query - key < window
@@ -85,7 +97,7 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 def _project(
     layer: Mapping[str, Any], config: config_lib.ModelConfig, number: int,
-    h: np.ndarray,
+    h: np.ndarray, positions: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
   """Returns query [T, N, H], key and value [T, K, H] of normed rows [T, D].
 
@@ -97,7 +109,7 @@ def _project(
   qkv = qkv.reshape(len(h), -1, spec.head_dim)
   n, k = config.num_heads, spec.kv_heads
   query = rms_norm(qkv[:, :n], _array(attn['query_norm']['scale'], h.dtype))
-  query = rotate(query, spec)
+  query = rotate(query, spec, positions)
   if number >= config.first_shared:
     return query, None, None
   raw = qkv[:, n:n + k]
@@ -105,7 +117,7 @@ def _project(
   if config.value_norm:
     value = rms_norm(value)
   key = rms_norm(raw, _array(attn['key_norm']['scale'], h.dtype))
-  return query, rotate(key, spec), value
+  return query, rotate(key, spec, positions), value
 
 
 def _attend(
@@ -114,7 +126,8 @@ def _attend(
 ) -> np.ndarray:
   """Returns the mixed values [T, N * H]."""
   length, n, _ = query.shape
-  mask = attention_mask(length, config.spec(kind).window)
+  mask = attention_mask(
+      length, config.spec(kind).window, len(key) - length)
   heads = []
   for head in range(n):
     kv_head = head // (n // key.shape[1])
@@ -180,8 +193,11 @@ def forward(
     *,
     dtype: Any = np.float32,
     round_embedding_scale: bool = False,
+    shift: Mapping[str, int] | None = None,
+    past: Sequence[KeyValue | None] | None = None,
+    kept: list[KeyValue | None] | None = None,
 ) -> np.ndarray:
-  """Runs all layers and the final norm over `tokens` at positions 0..T-1.
+  """Runs all layers and the final norm over T successive `tokens`.
 
   Args:
     params: parameter tree; leaves of any float type, used as `dtype`.
@@ -189,6 +205,9 @@ def forward(
     tokens: T ids in [0, V).
     dtype: of every array, float32 or float64.
     round_embedding_scale: round sqrt(D) to bfloat16, as bfloat16 models do.
+    shift: kind -> rotary position of the very first token; None for 0.
+    past: what `kept` held after the tokens in front of these; None for none.
+    kept: takes the key and value of each layer, those of `past` in front.
 
   Returns:
     [T, D] in `dtype`: the rows that the output head reads.
@@ -211,9 +230,13 @@ def forward(
   inputs = None
   if config.per_layer_dim:
     inputs = _per_layer_inputs(params, config, ids, x, round_embedding_scale)
-  latest: dict[str, tuple[Any, Any]] = {}  # Key and value of the last owner.
+  latest: dict[str, KeyValue] = {}  # Of the last owner.
+  positions = np.arange(len(ids))
+  if past is not None and past[0] is not None:  # The first layer owns.
+    positions += len(past[0][0])
   for i, kind in enumerate(config.layers):
     layer = params[f'layer_{i}']
+    before = past[i] if past is not None else None
 
     def matrix(*path: str, layer: Mapping[str, Any] = layer):
       return _array(functools.reduce(operator.getitem, path, layer), dtype)
@@ -222,9 +245,15 @@ def forward(
       return rms_norm(y, matrix(name, 'scale'))
 
     query, key, value = _project(
-        layer, config, i, norm('pre_attention_norm', x))
-    if key is not None:
+        layer, config, i, norm('pre_attention_norm', x),
+        positions + (shift[kind] if shift else 0))
+    if key is not None and value is not None:
+      if before is not None:
+        key, value = (np.concatenate(pair)
+                      for pair in zip(before, (key, value)))
       latest[kind] = key, value
+    if kept is not None:
+      kept.append(None if key is None else latest[kind])
     mixed = _attend(config, kind, query, *latest[kind])
     branch = mixed @ matrix('attn', 'attn_vec', 'w').T
     x = x + norm('post_attention_norm', branch)
@@ -272,7 +301,15 @@ def logits(
   )
   if rows is not None:
     hidden = hidden[np.asarray(rows, np.int64)]
-  table = params['embedder']['input_embedding']
+  return head(params, config, hidden)
+
+
+def head(
+    params: Mapping[str, Any], config: config_lib.ModelConfig,
+    hidden: np.ndarray,
+) -> np.ndarray:
+  """Returns logits [n, V] of rows [n, D] of `forward`, in their dtype."""
+  table, dtype = params['embedder']['input_embedding'], hidden.dtype
   out = np.empty((len(hidden), config.vocab_size), dtype)
   for start in range(0, config.vocab_size, _VOCAB_ROWS):
     stop = min(start + _VOCAB_ROWS, config.vocab_size)

@@ -19,6 +19,7 @@ from kvgraft_jax import sampling
 from kvgraft_jax import store as store_lib
 
 GREEDY_TOKENS = 64
+LONGEST_TAIL = 19  # Of `continuations`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +66,12 @@ class VerifyReport:
 def continuations(
     model: engine.Model, tokens: Sequence[int], count: int
 ) -> list[list[int]]:
-  """Returns `count` different tails of 1 to 2 * tile + 3 tokens, fixed.
+  """Returns `count` different tails, fixed, longer than two tiles if small.
 
   Half are pieces of the text itself, half are arbitrary ids.
   """
   rng = np.random.Generator(np.random.PCG64(20260723))
-  longest = 2 * min(model.profile.tile, 8) + 3
+  longest = min(2 * model.profile.tile + 3, LONGEST_TAIL)
   result = []
   for i in range(count):
     size = 1 + i % longest

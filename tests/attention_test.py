@@ -59,7 +59,7 @@ class _Cache:
   """K and V of one layer, written and attended step by step."""
 
   def __init__(self, spec, profile, slots):
-    self.spec, self.profile = spec, profile
+    self.spec, self.profile, self.first = spec, profile, None
     self.margin = 0 if spec.window is None else profile.chunk
     shape = (1, 1, slots + 2 * self.margin, spec.kv_heads, spec.head_dim)
     # Stale bits in every slot, as an earlier lap would have left them.
@@ -69,19 +69,20 @@ class _Cache:
   def step(self, q, k, v, start):
     out, self.k, self.v = _step(
         q, k, v, self.k, self.v, np.int32(start), self.spec, self.profile,
-        self.margin, _ONE)
+        self.margin, _ONE, self.first)
     return np.asarray(out)
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8))
-def _step(q, k, v, k_cache, v_cache, start, spec, profile, margin, one):
+def _step(
+    q, k, v, k_cache, v_cache, start, spec, profile, margin, one, first=None):
   k_cache, v_cache = (
       cache_lib.write_rows(
           c, cache_lib.to_bits(rows, profile.dtype), 0, 0, start, margin)
       for c, rows in ((k_cache, k), (v_cache, v)))
   return attention.attend(
       q, k_cache, v_cache, layer=0, b=0, start=start, spec=spec,
-      profile=profile, one=one)
+      profile=profile, one=one, first_position=first)
 
 
 def _random(length, spec, heads=4, seed=0):
@@ -194,6 +195,29 @@ def test_rows_do_not_see_padding_stale_slots_or_capacity(window):
       _run(_Cache(spec, profile, slots), q, k, v, steps, padding).tobytes()
       for slots, padding in ((base, 0.0), (base, 1e4), (512, -1e4))}
   assert len(hashes) == 1
+
+
+@pytest.mark.parametrize('window', [_WINDOW, None])
+@pytest.mark.parametrize('first', [7, _PAGE, 75])
+def test_nothing_in_front_of_the_first_position_is_seen(window, first):
+  spec, profile = _spec(window=window), _profile()
+  total = 150
+  q, k, v = _random(total, spec)
+  k[:first], v[:first] = 1e4, 1e4
+  steps = [(first + at, rows, valid)
+           for at, rows, valid in _schedule(total - first, 3)]
+  slots = 256 if window is None else cache_lib.ring_size(window, profile)
+  cache = _Cache(spec, profile, slots)
+  for at in range(0, first, 4):
+    cache.step(q[at:at + 4], k[at:at + 4], v[at:at + 4], at)
+  cache.first = np.int32(first)
+  got = _run(cache, q, k, v, steps, 0.0)
+  np.testing.assert_allclose(
+      got, _ordinary(q[first:], k[first:], v[first:], spec), rtol=0, atol=2e-5)
+  if not first % _PAGE:  # By whole pages: not one bit changes.
+    alone = _run(_Cache(spec, profile, slots), q[first:], k[first:], v[first:],
+                 _schedule(total - first, 3), 0.0)
+    assert got.tobytes() == alone.tobytes()
 
 
 def test_a_skipped_page_leaves_the_state_as_it_is():

@@ -90,9 +90,10 @@ def test_help_names_every_command_and_its_flags():
   for name in main.COMMANDS:
     assert f'\n  {name} ' in overview.stdout
     text = call(name, '--help').stdout
-    assert f'kvgraft {name} --' in text and '--config=' in text
+    assert f'kvgraft {name} ' in text and '--config=' in text
     assert ('--temperature' in text) == (name in ('graft', 'generate'))
-    assert ('--dtype=' in text) == (name not in ('ls', 'show', 'tokenize'))
+    assert ('--dtype=' in text) == (
+        name not in ('ls', 'show', 'tokenize', 'ledger', 'report'))
     assert all(len(line) <= 80 for line in text.splitlines()), name
   assert call('--version').stdout.strip()
 

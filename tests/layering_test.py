@@ -13,21 +13,25 @@ ROOT = make_build.ROOT
 # Within a tier a module may import those to its left. `apps.*` and
 # `checkpoints.*` stand for the modules there, `__init__` included.
 TIERS = (
-    ('errors', 'hashing', 'paths'),
+    ('errors', 'hashing', 'paths', 'recheck'),
     ('config', 'chat', 'tokenizer', 'rope', 'numerics', 'memory'),
     ('cache', 'layers', 'experts', 'attention'),
     ('model', 'reference', 'sharding', 'checkpoints.*', 'nn', 'artifact',
-     'ledger'),
+     'ledger', 'results', 'registration', 'resources'),
     ('store', 'sampling', 'programs', 'selftest', 'recorder', 'decode',
      'engine'),
-    ('grafting', 'verification', 'measure', 'plan', 'paging', 'checkers',
-     'library', 'flywheel'),
+    ('grafting', 'verification', 'measure', 'plan', 'study', 'schedules',
+     'entries', 'findings', 'evidence_parts', 'evidence', 'divergence',
+     'replay', 'report_page', 'report_plots', 'report_setup', 'report_study',
+     'report', 'paging', 'checkers', 'library', 'flywheel'),
     ('testing', '__init__'),
     ('apps.*',),
 )
 
 # Neither these nor what they import may import jax.
-WITHOUT_JAX = ('errors', 'hashing', 'paths', 'artifact', 'ledger')
+WITHOUT_JAX = (
+    'errors', 'hashing', 'paths', 'artifact', 'recheck', 'ledger',
+    'registration', 'report')
 JAX = ('jax', 'jaxlib', 'flax')
 
 # What may be imported at the top of a module; all else where it is used.

@@ -30,6 +30,12 @@ def tiny(
 
 
 @functools.cache
+def tiny_of(spec: str, dtype: str = 'bfloat16') -> engine.Model:
+  """Returns any tiny model; its self-test runs when a class is needed."""
+  return engine.load_model(spec, dtype=dtype, self_test=False)
+
+
+@functools.cache
 def exact(dtype: str = 'bfloat16') -> engine.Model:
   """Returns tiny:0 with the smallest tile that its self-test proves."""
   model = tiny(dtype)

@@ -10,6 +10,7 @@ import pytest
 from kvgraft_jax import config as config_lib
 from kvgraft_jax import errors
 from kvgraft_jax import reference
+import model_helpers
 
 _SLIDING = config_lib.SLIDING
 _GLOBAL = config_lib.GLOBAL
@@ -276,3 +277,47 @@ def test_tokens_out_of_range_are_refused(tokens):
   config = _config([])
   with pytest.raises(errors.UsageError, match=r'\[0, 23\)'):
     reference.forward(_params(config), config, tokens)
+
+
+@pytest.mark.parametrize('cut', [1, 5, 9])
+def test_two_pieces_are_the_whole(cut):
+  config = _config([_SLIDING, _GLOBAL, _SLIDING, _GLOBAL])
+  params, tokens = _params(config), list(range(1, 12))
+  whole = reference.forward(params, config, tokens, dtype=np.float64)
+  kept: list = []
+  front = reference.forward(
+      params, config, tokens[:cut], dtype=np.float64, kept=kept)
+  behind = reference.forward(
+      params, config, tokens[cut:], dtype=np.float64, past=kept)
+  np.testing.assert_allclose(
+      np.concatenate([front, behind]), whole, rtol=0, atol=1e-12)
+  assert [len(k) for k, _ in kept] == [cut] * 4
+
+
+def test_two_pieces_are_the_whole_where_layers_share():
+  model = model_helpers.tiny_of('tiny-gemma4-e2b:0', 'float32')
+  tokens = model_helpers.tokens(40)
+  kept: list = []
+  whole, front, behind = (
+      reference.forward(model.params, model.config, part, dtype=np.float64,
+                        **more)
+      for part, more in ((tokens, {}), (tokens[:30], {'kept': kept}),
+                         (tokens[30:], {'past': kept})))
+  np.testing.assert_allclose(
+      np.concatenate([front, behind]), whole, rtol=0, atol=1e-11)
+  assert [pair is None for pair in kept] == [False] * 5 + [True] * 5
+
+
+def test_a_shift_of_every_kind_changes_nothing_but_rounding():
+  config = _config([_SLIDING, _GLOBAL])
+  params, tokens = _params(config), list(range(1, 12))
+
+  def run(**shift):
+    return reference.forward(
+        params, config, tokens, dtype=np.float64, shift=shift or None)
+
+  base = run()
+  for shift in ({_SLIDING: 500, _GLOBAL: 500}, {_SLIDING: 0, _GLOBAL: 70}):
+    moved = run(**shift)
+    np.testing.assert_allclose(moved, base, rtol=0, atol=1e-11)
+    assert (moved != base).any()

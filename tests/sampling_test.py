@@ -1,6 +1,7 @@
 """Sampling: order of the steps, ties, distribution, pinned draws."""
 
 import dataclasses
+import decimal
 import math
 
 import numpy as np
@@ -260,6 +261,23 @@ def test_kl_divergence():
   nudged = wide.copy()
   nudged[5] = np.nextafter(nudged[5], np.float32(99))
   assert sampling.kl_divergence(wide, nudged) >= 0.0
+
+
+@pytest.mark.parametrize('scale', [1e-14, 1e-9, 3e-4, 2e-3, 0.5, 40.0])
+def test_kl_divergence_of_rows_that_nearly_agree(scale):
+  """Against sixty digits, where the plain formula gives nothing but noise."""
+  rng = np.random.default_rng(1)
+  p_row = rng.normal(size=50) * 4
+  q_row = p_row + scale * rng.normal(size=50)
+  with decimal.localcontext(prec=60):
+    p, q = ([decimal.Decimal(float(v)).exp() for v in row]
+            for row in (p_row, q_row))
+    total_p, total_q = sum(p), sum(q)
+    exact = sum(a / total_p * ((a / total_p) / (b / total_q)).ln()
+                for a, b in zip(p, q))
+  found = sampling.kl_divergence(p_row, q_row)
+  assert found > 0
+  assert found == pytest.approx(float(exact), rel=1e-9)
 
 
 def test_log_softmax_at():

@@ -1,7 +1,8 @@
 """Runs one command: flags in; text, one JSON line and an exit code out.
 
 A command is a module of this package with `EXAMPLE`, `define(flag_values)` and
-`run(flag_values)`, which returns (exit code, JSON object).
+`run(flag_values)`, which returns (exit code, JSON object). It may have
+`POSITIONAL`, names of its flags that arguments without a flag fill in order.
 """
 
 from collections.abc import Sequence
@@ -80,7 +81,7 @@ def execute(name: str, argv: Sequence[str]) -> int:
     flags.common(values)
     if any(a in _HELP for a in argv):
       return show(_help(name, command, values))
-    flags.parse(values, argv)
+    flags.parse(values, argv, _positional(command))
     if sys.stdout is None:
       raise errors.UsageError(
           'stdout is closed, expected somewhere to write the result')
@@ -132,14 +133,26 @@ def _silence_stdout() -> None:
     pass  # A stdout without a descriptor has no last flush.
 
 
+def _positional(command: Any) -> tuple[str, ...]:
+  return getattr(command, 'POSITIONAL', ())
+
+
 def _help(name: str, command: Any, values: absl_flags.FlagValues) -> str:
   lines = [(command.__doc__ or '').strip(), '', 'Example:',
-           f'  kvgraft {name} {command.EXAMPLE}', '', 'Flags:']
-  for flag in (values[n] for n in values):
+           f'  kvgraft {name} {command.EXAMPLE}', '']
+  places = _positional(command)
+  if places:
+    lines += textwrap.wrap(
+        'Arguments without a flag are, in this order: '
+        + ', '.join(f'--{place}' for place in places) + '.', 80) + ['']
+  lines.append('Flags:')
+  for flag in dict.fromkeys(values[n] for n in values):  # Short names too.
     if flag.name in ('flagfile', 'undefok'):
       continue
     kind = (f'--[no]{flag.name}' if flag.flag_type() == 'bool'
             else f'--{flag.name}=')
+    if flag.short_name:
+      kind = f'-{flag.short_name}, {kind}'
     text = flag.help
     choices = getattr(flag.parser, 'enum_values', None)
     if choices:

@@ -68,14 +68,20 @@ class Progress:
     """What takes (done, total), or None where nobody would see it."""
     return self.update if self._on else None
 
-  def update(self, done: int, total: int) -> None:
-    """Draws `done` of `total`, at most ten times a second."""
+  def update(self, done: int, total: int, what: str = '') -> None:
+    """Draws `done` of `total`, at most ten times a second.
+
+    Args:
+      done: steps behind.
+      total: steps in all.
+      what: in the label's place; '' for the label.
+    """
     now = time.monotonic()
     if now - self._drawn < 0.1 and done < total:
       return
     self._drawn = now
     filled = 24 * done // max(total, 1)
-    line = (f'{self._label} [{"#" * filled}{"." * (24 - filled)}]'
+    line = (f'{what or self._label} [{"#" * filled}{"." * (24 - filled)}]'
             f' {done:,}/{total:,} {now - self._began:.0f} s')
     cli.warn('\r' + line.ljust(self._width), '')
     self._width = max(self._width, len(line))
@@ -95,15 +101,20 @@ def _listen() -> None:
     logger.setLevel(logging.INFO)
 
 
+def pin_threads(args: Any) -> None:
+  """Sets the CPU threads that --threads asks for; listens to the package."""
+  if args.threads:
+    # Read by XLA when it makes the CPU client, which no import does.
+    os.environ['NPROC'] = str(args.threads)
+  _listen()
+
+
 def load_model(args: Any, manifest: Any = None) -> kvgraft_jax.Model:
   """Returns the model that the flags name, with its self-test done.
 
   Given a manifest, what cannot match it is refused in front of the self-test.
   """
-  if args.threads:
-    # Read by XLA when it makes the CPU client, which no import does.
-    os.environ['NPROC'] = str(args.threads)
-  _listen()
+  pin_threads(args)
 
   def check(model: kvgraft_jax.Model) -> None:
     from kvgraft_jax import grafting  # Imports jax; --help does not.

@@ -24,18 +24,19 @@ def common(fv: flags.FlagValues) -> None:
       'traceback', False, 'Show where an error came from.', flag_values=fv)
 
 
-def model(fv: flags.FlagValues) -> None:
-  """Defines the model and its numerics."""
+def model(fv: flags.FlagValues, *, one_dtype: bool = True) -> None:
+  """Defines the model and its numerics; of one dtype, or without it."""
   flags.DEFINE_string(
       'model', 'gemma3-270m', 'gemma3-270m, a Hugging Face or Orbax directory,'
       ' a .gguf file, tiny:SEED, tiny-gemma4-SIZE:SEED or random:PRESET:SEED.',
       flag_values=fv)
-  flags.DEFINE_enum(
-      'dtype', 'bfloat16', ['bfloat16', 'float32'],
-      'Of weights, operands and cache.', flag_values=fv)
-  flags.DEFINE_integer(
-      'capacity', None, "Most positions of a context; the model's by default.",
-      lower_bound=1, flag_values=fv)
+  if one_dtype:
+    flags.DEFINE_enum(
+        'dtype', 'bfloat16', ['bfloat16', 'float32'],
+        'Of weights, operands and cache.', flag_values=fv)
+    flags.DEFINE_integer(
+        'capacity', None, "Most positions of a context; the model's by"
+        ' default.', lower_bound=1, flag_values=fv)
   for name, what in (
       ('chunk', 'Rows of a prefill step'), ('tile', 'Rows of a decode step'),
       ('page', 'Positions of an attention partial')):
@@ -156,6 +157,16 @@ def _shared() -> frozenset[str]:
   return frozenset(fv)
 
 
+def number(name: str, text: str) -> int:
+  """Returns an item of a list of numbers, or raises UsageError."""
+  try:
+    return int(text)
+  except ValueError:
+    raise errors.UsageError(
+        f'--{name}: expected whole numbers with commas between, found'
+        f' {text!r:.80}') from None
+
+
 def require(args: Any, *names: str) -> None:
   """Raises UsageError unless each of these flags has a value."""
   for name in names:
@@ -164,26 +175,44 @@ def require(args: Any, *names: str) -> None:
           f'--{name} is missing; give it, or see the command\'s --help')
 
 
-def parse(fv: flags.FlagValues, argv: Sequence[str]) -> None:
+def parse(
+    fv: flags.FlagValues, argv: Sequence[str], positional: Sequence[str] = (),
+) -> None:
   """Parses a command line and the config file that it names.
 
   Args:
     fv: with all flags of the command defined.
     argv: without the command.
+    positional: names of the flags that arguments without a flag fill in order.
 
   Raises:
-    UsageError: if a flag, a value or a key of the config file is not accepted.
+    UsageError: if an argument, a flag, a value or a key of the config file is
+      not accepted.
   """
   try:
     rest = fv(['kvgraft', *argv], known_only=False)[1:]
   except flags.Error as e:
     raise errors.UsageError(' '.join(str(e).split())) from None
-  if rest:
+  for name, value in zip(positional, rest):
+    _place(fv, name, value)
+  if len(rest) > len(positional):
     raise errors.UsageError(
-        f'unexpected argument {rest[0]!r}; values are given as --flag=VALUE')
+        f'unexpected argument {rest[len(positional)]!r}; values are given as'
+        ' --flag=VALUE')
   if fv['config'].value is not None:
     for name, value in _read_config(fv['config'].value).items():
       _set(fv, name, value)
+
+
+def _place(fv: flags.FlagValues, name: str, value: str) -> None:
+  if fv[name].present:
+    raise errors.UsageError(
+        f'--{name}={fv[name].value} and the argument {value!r} in its place'
+        ' were given; give one of them')
+  try:
+    fv[name].parse(value)
+  except flags.Error as e:
+    raise errors.UsageError(' '.join(str(e).split())) from None
 
 
 def _read_config(path: str) -> dict[str, Any]:

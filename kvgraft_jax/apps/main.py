@@ -20,6 +20,9 @@ COMMANDS = {
     'tokenize': 'text to token ids and back',
     'numerics': 'what fixes the bits here: profile, class, self-test',
     'plan': 'memory and storage that a model needs, without loading it',
+    'evidence': 'measure what is exact here and what is not, into a ledger',
+    'ledger': 'check, register, repeat and compare recorded runs',
+    'report': 'show a recorded run as one HTML page',
     'ls': 'list a store',
     'show': 'everything about one artifact',
 }
