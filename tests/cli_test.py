@@ -93,7 +93,7 @@ def test_help_names_every_command_and_its_flags():
     assert f'kvgraft {name} ' in text and '--config=' in text
     assert ('--temperature' in text) == (name in ('graft', 'generate'))
     assert ('--dtype=' in text) == (
-        name not in ('ls', 'show', 'tokenize', 'ledger', 'report'))
+        name not in ('ls', 'show', 'tokenize', 'evidence', 'ledger', 'report'))
     assert all(len(line) <= 80 for line in text.splitlines()), name
   assert call('--version').stdout.strip()
 

@@ -31,6 +31,12 @@ def process_age_s() -> float:
   return age if since_import <= age < since_import + 3600 else since_import
 
 
+def command_line(name: str) -> list[str]:
+  """Returns how the command `name` was called, without where it is kept."""
+  argv = sys.argv[1:]
+  return ['kvgraft', *([] if argv[:1] == [name] else [name]), *argv]
+
+
 def note(text: str) -> None:
   """Prints a line for people on stderr."""
   cli.warn(f'kvgraft: {text}')

@@ -9,7 +9,6 @@ settings take about an hour on two cores with the embedded model.
 """
 
 import os
-import sys
 from typing import Any
 
 from absl import flags as absl_flags
@@ -79,7 +78,7 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
     update = bar.callback
     folder = evidence.run(
         evidence.default_settings(args.model, **settings), args.run_dir,
-        command=sys.argv,
+        command=common.command_line('evidence'),
         progress=update and (lambda what, done, total: update(
             done, total, what)))
   lines = ledger.read(folder)

@@ -17,7 +17,6 @@ diff DIR OTHER: explains two runs that disagree by where they first do.
 
 from collections.abc import Callable
 import os
-import sys
 from typing import Any
 
 from absl import flags as absl_flags
@@ -142,7 +141,8 @@ def _replay(args: Any) -> tuple[int, dict[str, Any]]:
   with common.Progress('replay') as bar:
     update = bar.callback
     found, sha256 = replay.replay(
-        args.dir, args.run_dir, command=sys.argv, model=args.model,
+        args.dir, args.run_dir, command=common.command_line('ledger'),
+        model=args.model,
         sha256=args.sha256,
         progress=update and (lambda what, done, total: update(done, total)))
   for factor in found.factors:
