@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import cli_helpers
 from kvgraft_jax import errors
 from kvgraft_jax import evidence
 from kvgraft_jax import evidence_parts
@@ -16,7 +17,6 @@ from kvgraft_jax import ledger as ledger_lib
 from kvgraft_jax import recheck
 from kvgraft_jax import selftest
 from kvgraft_jax import study
-import cli_helpers
 
 _SMALL = evidence.default_settings(
     'tiny:0', dtypes=('bfloat16',), tokens=70, continuations=4, lengths=(9, 48),
@@ -115,20 +115,29 @@ def test_findings_say_what_the_figures_say(lines):
   assert f'of 4 continuations {rows} of {rows} rows of logits' in text
   assert '36 of 36 rows of logits are equal, over 3 cases' in text
   assert 'every row is equal at 64, and not at 8' in text
+  assert 'the physical slot: none by whole pages' in text
+  assert 'wider formats still differ, by less' in text
+  assert 'leave the same keys, values and logits, bit for bit' in text
 
 
 def test_findings_of_a_run_that_failed_say_so():
-  figures = {f'study/base/{what}/{m}/{name}': '0.001'
+  figures = {f'study/{case}/{what}/{m}/{name}': size
+             for case, size in (('base', '0.001'), ('float32', '0.002'),
+                                ('window', '0.003'))
              for what in study.WHATS for m in (8, 64)
-             for name in ('kl_median', 'kl_p99', 'max_abs_median')}
+             for name in ('kl_median', 'kl_p99', 'max_abs_median',
+                          'max_abs_max')}
   figures |= {f'study/base/{what}/{m}/{name}': count
               for what in study.WHATS for m in (8, 64)
               for name, count in (('rows', 4), ('argmax_agree', 3),
                                   ('keys', 100), ('keys_equal', 60))}
-  figures |= {'study/base/own/rows': 8, 'study/base/own/equal': 7}
-  config = _SMALL.to_json() | {'cases': ['base']}
+  for case in ('base', 'float32', 'window'):
+    figures |= {f'study/{case}/own/rows': 8, f'study/{case}/own/equal': 7}
+  config = _SMALL.to_json() | {'cases': ['base', 'float32', 'window']}
   text = '\n'.join(findings._sentences(config, figures))
-  assert 'NOT always exact: 7 of 8 rows' in text
+  assert 'NOT always exact: 21 of 24 rows' in text
+  assert 'wider formats do not simply differ by less' in text
+  assert 'window buffering: the KL becomes 3.00 times' in text
   assert '6 of 8' in text and '60 % of' in text
   figures |= {f'fifty/bfloat16/{name}': 2 for name in (
       'rows', 'argmax_agree', 'grafts/count', 'grafts/computed')}
