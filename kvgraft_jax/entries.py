@@ -65,6 +65,28 @@ def write_profile(
       passed=report.exact)
 
 
+def bare_profile(id: str, factors: Mapping[str, str]) -> Body:
+  """Returns numerics that no self-test covers: every factor is of the class."""
+  return {
+      'id': id, 'profile': dict(factors), 'class': dict(factors),
+      'profile_fingerprint': hashing.json_sha256(
+          'kvgraft.profile', dict(factors)),
+      'class_fingerprint': numerics.class_fingerprint(factors),
+      'self_test': {}}
+
+
+def plain_factors() -> dict[str, str]:
+  """Returns what may fix the bits of the plain NumPy forward in float64."""
+  blas = np.show_config(mode='dicts')['Build Dependencies']['blas']
+  environment = numerics.environment()
+  factors: dict[str, str] = {
+      'dtype': 'float64', 'backend': 'numpy', 'numpy': np.__version__,
+      'blas': f'{blas["name"]} {blas["version"]}'}
+  factors |= {name: environment[name] for name in (
+      'machine', 'cpu', 'cpu_features', 'threads') if name in environment}
+  return factors
+
+
 def input(
     id: str, tokens: Sequence[int], *, text: str | None = None,
     keep_text: bool = True, keep_tokens: bool = False,

@@ -25,6 +25,7 @@ from kvgraft_jax import evidence_parts
 from kvgraft_jax import findings
 from kvgraft_jax import ledger as ledger_lib
 from kvgraft_jax import numerics
+from kvgraft_jax import recheck
 from kvgraft_jax import study
 
 PARTS = tuple(evidence_parts.PARTS)
@@ -67,9 +68,9 @@ class Settings:
   tokens: int = 4203
   continuations: int = 50
   lengths: tuple[int, ...] = (8, 128, 1024, 4096)
-  tail: int = 32
+  tail: int = 64
   schedule_tokens: int = 700
-  block: int = 640
+  block: int = 576
   samples: int = 2
   offsets: tuple[int, ...] = (0, 8, 128, 1024, 4096)
   cases: tuple[str, ...] = tuple(study.CASES)
@@ -91,6 +92,11 @@ class Settings:
       if getattr(self, name) < least:
         raise errors.UsageError(
             f'{name}: expected at least {least}, found {getattr(self, name)}')
+    for name in ('lengths', 'offsets'):
+      found = getattr(self, name)
+      if len(set(found)) < len(found):
+        raise errors.UsageError(
+            f'{name}: expected different numbers, found {_words(found)}')
     if any(not 0 < n <= self.tokens for n in self.lengths):
       raise errors.UsageError(
           f'lengths: expected 1 to {self.tokens}, the tokens that are'
@@ -121,11 +127,12 @@ class Settings:
     found: dict[str, Any] = {
         name: tuple(v) if isinstance(v, list) else v
         for name, v in value.items()}
-    try:
-      return cls(**found)
-    except TypeError as e:
-      raise errors.UsageError(
-          f'settings of an evidence run: {e}; take them from a run') from None
+    for name, field in fields.items():
+      if not _is_of(found[name], str(field.type)):
+        raise errors.UsageError(
+            f'settings of an evidence run: {name} is {value[name]!r:.80},'
+            f' expected {field.type}; take them from a run')
+    return cls(**found)
 
 
 def default_settings(model: str, **changes: Any) -> Settings:
@@ -136,6 +143,15 @@ def default_settings(model: str, **changes: Any) -> Settings:
         'schedule_tokens': 101, 'block': 48, 'offsets': (0, 8, 16, 128, 1024)}
     return Settings(model=model, **(small | changes))
   return Settings(model=model, **changes)
+
+
+def _is_of(value: Any, annotation: str) -> bool:
+  """Tells whether a value is of a setting's type, as it is annotated."""
+  kind, _, rest = annotation.partition('[')
+  if kind == 'tuple':
+    item = rest.partition(',')[0]
+    return isinstance(value, tuple) and all(_is_of(x, item) for x in value)
+  return type(value).__name__.replace('Type', '') in annotation.split(' | ')
 
 
 def _words(numbers: Sequence[int]) -> str:
@@ -182,7 +198,8 @@ def run(
     work = evidence_parts.Work(settings, folder, ledger, models, ids, progress)
     for part in settings.parts:
       evidence_parts.PARTS[part](work)
-    findings.write(ledger)
+    for text in findings.sentences(ledger.lines):
+      ledger.append('note', {'role': findings.ROLE, 'text': text})
     if before_end:
       before_end(ledger)
     ledger.append('end', {'status': 'done'})
@@ -211,8 +228,8 @@ def _text(settings: Settings, models: _Models) -> tuple[str, list[int]]:
   s = settings
   path = pathlib.Path(s.text_file) if s.text_file else DOCUMENT
   try:
-    text = path.read_text(encoding='utf-8')
-  except (OSError, UnicodeDecodeError) as e:
+    text = recheck.read_file(os.fspath(path)).decode('utf-8')
+  except ValueError as e:  # A pipe could not be read again by a replay.
     raise errors.UsageError(
         f'text_file {path}: {e}; give a readable UTF-8 file') from None
   model = models(s.dtypes[0])

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 import subprocess
@@ -33,6 +34,7 @@ from kvgraft_jax import store as store_lib
 from kvgraft_jax import study as study_lib
 from kvgraft_jax import verification
 
+_LOG = logging.getLogger(__name__)
 _STORE = 'store'
 Group = Mapping[str, str | int]
 # Figure -> field of a `compare` line, rule.
@@ -42,6 +44,8 @@ _FIGURES = {
     'kl_p99': ('kl', 'p99'), 'kl_max': ('kl', 'max'),
     'max_abs_median': ('max_abs', 'median'), 'max_abs_max': ('max_abs', 'max'),
 }
+_OF_THIS_PROCESS = ('cpu_seconds', 'bytes_read', 'bytes_written',
+                    'bytes_source', 'peak_bytes', 'device_peak_bytes')
 # Where all must be equal.
 _BRIEF = {name: _FIGURES[name]
           for name in ('rows', 'equal', 'kl_max', 'max_abs_max')}
@@ -68,19 +72,34 @@ class Work:
   ids: list[int]
   progress: Callable[[str, int, int], None] | None
 
+  def stage(self, what: str) -> None:
+    """Says that a stage begins, to whoever listens to the package."""
+    _LOG.info('evidence, %s', what)
+    self.tell(what, 0, 1)
+
   def tell(self, what: str, done: int, total: int) -> None:
     """Tells people how far it is."""
     if self.progress:
       self.progress(what, done, total)
 
   @contextlib.contextmanager
-  def meter(self, dtype: str, **group: str) -> Iterator[resources.Meter]:
-    """Measures a block and writes its resources."""
+  def meter(
+      self, dtype: str, *, waits: bool = False, **group: str
+  ) -> Iterator[resources.Meter]:
+    """Measures a block and writes its resources.
+
+    Args:
+      dtype: of the model.
+      waits: whether another process does the work, of which less is known.
+      **group: labels of the line.
+    """
     labels: dict[str, str | int] = {'dtype': dtype, **group}
     with resources.Meter(self.models(dtype).config, labels) as meter:
       yield meter
-    self.ledger.append('resources', {
-        'id': '/'.join(map(str, labels.values())), **meter.body()})
+    body = {'id': '/'.join(map(str, labels.values())), **meter.body()}
+    if waits:
+      body |= dict.fromkeys(_OF_THIS_PROCESS)
+    self.ledger.append('resources', body)
 
   def write(self, rows: entries.Rows) -> entries.Rows:
     """Writes the hashes of logits."""
@@ -121,13 +140,14 @@ def _fifty(work: Work, dtype: str) -> None:
   s, model = work.settings, work.models(dtype)
   ids, name = work.ids[:s.tokens], f'fifty/{dtype}'
   store = store_lib.Store(str(work.folder / _STORE), create=True)
-  with work.meter(dtype, part='fifty', what='deposit by another process,'
-                  ' waited for') as meter:
-    work.tell(f'{name}: deposit', 0, 1)
+  with work.meter(dtype, waits=True, part='fifty',
+                  what='deposit by another process') as meter:
+    work.stage(f'{name}: deposit by another process')
     manifest = store.find(_deposit(work, dtype, ids))
     meter.add(tokens_computed=len(ids), head_rows=1)
   work.ledger.append('artifact', entries.artifact(
       manifest, id=name, profile=dtype, input='text', store=_STORE))
+  work.stage(f'{name}: {s.continuations} grafts')
   tails = verification.continuations(model, ids, s.continuations)
   with work.meter(dtype, part='fifty', what='computed afresh') as meter:
     fresh = model.prefill(
@@ -288,6 +308,7 @@ def invariance(work: Work) -> None:
     model, ids = work.models(dtype), work.ids[:work.settings.schedule_tokens]
     prefix, group = f'invariance/{dtype}', {
         'part': 'invariance', 'dtype': dtype}
+    work.stage(prefix)
     with work.meter(dtype, part='invariance', what='all schedules') as meter:
       for i, found in enumerate(schedules.run(model, ids)):
         work.tell(prefix, i, schedules.count(model))
@@ -321,27 +342,39 @@ def study(work: Work) -> None:
     case = study_lib.CASES[name]
     # float64 takes the weights of float32, where there are some.
     dtype = case.dtype if case.dtype in s.dtypes else s.dtypes[-1]
-    if case.dtype not in (*s.dtypes, 'float64'):
-      work.ledger.append('note', {
-          'text': f'case {name} was left out: {case.dtype} is not among the'
-                  f' dtypes of this run'})
+    try:
+      if case.dtype not in (*s.dtypes, study_lib.PLAIN):
+        raise errors.UsageError(
+            f'{case.dtype} is not among the dtypes of this run')
+      profile = study_lib.profile_of(work.models(dtype), case)
+    except errors.UsageError as e:
+      work.ledger.append('note', {'text': f'case {name} was left out: {e}'})
       continue
+    work.stage(f'study: {name}')
     work.ledger.append('case', {
         'id': name, 'weights': dtype, **dataclasses.asdict(case),
         'kinds': list(case.kinds)})
+    profile_id = case.dtype
+    if case.dtype == study_lib.PLAIN:
+      work.ledger.append('profile', entries.bare_profile(
+          profile_id, entries.plain_factors()))
+    elif profile != work.models(dtype).profile:
+      profile_id = f'study/{name}'
+      work.ledger.append('profile', entries.bare_profile(
+          profile_id, profile.factors()))
     with work.meter(dtype, part='study', what=name) as meter:
       for i, ids in enumerate(samples):
         work.tell(f'study: {name}', i, len(samples))
         for found in study_lib.compare(
             work.models(dtype), case, ids, s.block, s.offsets):
-          _compared(work, case, dtype, i, found)
+          _compared(work, case, profile_id, i, found)
           meter.add(tokens_computed=found.b.tokens_computed,
                     start=found.b.tokens_restored, head_rows=s.tail, every=True)
     _figures_of(work, name)
 
 
 def _compared(
-    work: Work, case: study_lib.Case, weights: str, sample: int,
+    work: Work, case: study_lib.Case, profile: str, sample: int,
     found: study_lib.Comparison,
 ) -> None:
   group: dict[str, str | int] = {
@@ -355,7 +388,7 @@ def _compared(
   def rows(state: study_lib.State) -> entries.Rows:
     made = entries.logits(
         f'{prefix}/{state.m}/{state.what}', state.logits, first,
-        profile=weights, group={**group, 'what': state.what, 'm': state.m},
+        profile=profile, group={**group, 'what': state.what, 'm': state.m},
         computed=state.tokens_computed, restored=state.tokens_restored)
     return made if made.id in written else work.write(made)
 

@@ -1,270 +1,284 @@
 """What an evidence run found, in sentences, from the figures of its ledger.
 
-Each sentence is a `note` line with the role `finding`. Words such as "flat"
-have their threshold beside them; nothing is said that no figure says.
+Each is a `note` line with the role `finding`; anybody derives them again from
+the summaries in front of them. Words such as "flat" have their threshold here,
+and what takes several offsets to judge is not said of fewer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 import statistics
 from typing import Any
 
-from kvgraft_jax import ledger as ledger_lib
-from kvgraft_jax import study
-
+ROLE = 'finding'
 # Across the offsets, largest median over smallest: below it, "flat".
 FLAT = 2.0
+# What changes with the offset is judged from so many, so far apart.
+_OFFSETS, _SPREAD = 3, 16
+_BITS = {'bfloat16': 8, 'float32': 24, 'float64': 53}
 _PUBLISHED = (
-    'Published for a closed system (arXiv:2607.14431, Gemma 4 12B and 31B on'
-    ' GPUs; not checked here): a block moved by M positions and a fresh'
-    ' computation at offset M both differ by a KL of about 0.015, flat over'
-    ' M = 8, 128, 1,024 and 4,096. Of the causes that it excludes, this run'
-    ' shows: ')
+    'For comparison: a closed system publishes (arXiv:2607.14431, Gemma 4 12B'
+    ' and 31B on GPUs, not checked here) a KL of about 0.015 for a moved block'
+    ' and for a fresh computation at M alike, flat over M = 8, 128, 1,024 and'
+    ' 4,096, and excludes several causes. Here: ')
 
 
-def write(ledger: ledger_lib.Ledger) -> None:
-  """Appends the findings of the parts that were run."""
-  config = ledger.lines[0]['body']['config']
-  figures = {line['body']['id']: line['body']['value']
-             for line in ledger.lines if line['kind'] == 'summary'}
-  for text in _sentences(config, figures):
-    ledger.append('note', {'role': 'finding', 'text': text})
+def sentences(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Returns the findings of the parts that a ledger holds.
+
+  Args:
+    lines: of an evidence run, all or those in front of its findings.
+  """
+  bodies = [(line['kind'], line['body']) for line in lines]
+  return list(_Findings(
+      bodies[0][1],
+      {b['id']: b['value'] for kind, b in bodies if kind == 'summary'},
+      {b['id']: b for kind, b in bodies if kind == 'case'},
+      {b['id']: b['profile'] for kind, b in bodies if kind == 'profile'}))
 
 
-def _sentences(
-    config: dict[str, Any], figures: dict[str, Any]
-) -> Iterator[str]:
-  for dtype in config['dtypes']:
-    if f'fifty/{dtype}/rows' in figures:
-      yield _grafts(config, figures, dtype)
-  for dtype in config['dtypes']:
-    if f'invariance/{dtype}/results' in figures:
-      yield _schedules(figures, dtype)
-  offsets = [m for m in config['offsets'] if m]
-  cases = [c for c in config['cases'] if f'study/{c}/own/rows' in figures]
-  if cases and offsets:
-    yield from _study(figures, cases, offsets)
+def _numbers(values: Sequence[int]) -> str:
+  return ', '.join(f'{v:,}' for v in values)
 
 
-def _of(equal: Any, rows: Any) -> str:
-  return f'{equal:,} of {rows:,}'
+class _Findings:
+  """Iterates over the sentences."""
 
+  def __init__(self, run, figures, cases, profiles):
+    self.source = run['model']['source']
+    self.config, self.f, self.cases = run['config'], figures, cases
+    self.offsets = sorted(m for m in self.config['offsets'] if m)
+    self.page = int(profiles.get('bfloat16', {}).get('page', 0))
 
-def _grafts(config: dict[str, Any], f: dict[str, Any], dtype: str) -> str:
-  fifty = {name: f[f'fifty/{dtype}/{name}'] for name in (
-      'rows', 'equal', 'argmax_agree', 'kl_max', 'grafts/count',
-      'grafts/computed')}
-  parts = [
-      f'Grafts in {dtype}, from a store that another process filled with'
-      f' {config["tokens"]:,} tokens: of {fifty["grafts/count"]} continuations'
-      f' {_of(fifty["equal"], fifty["rows"])} rows of logits have the SHA-256'
-      ' of the fresh computation, argmax agrees in'
-      f' {_of(fifty["argmax_agree"], fifty["rows"])}, the largest KL is'
-      f' {fifty["kl_max"]} nats; the grafts computed'
-      f' {fifty["grafts/computed"]:,} positions in all, their tails.']
-  if f'prefix/{dtype}/rows' in f:
-    lengths = ', '.join(f'{n:,}' for n in config['lengths'])
-    parts.append(
-        f'Cut to {lengths} positions,'
-        f' {_of(f[f"prefix/{dtype}/equal"], f[f"prefix/{dtype}/rows"])} rows'
-        ' are equal.')
-  return ' '.join(parts)
+  def __iter__(self) -> Iterator[str]:
+    if self.source.partition(':')[0].startswith(('tiny', 'random')):
+      yield (f'The weights of {self.source} are random: these figures test the'
+             ' software and say nothing of a language model.')
+    for dtype in self.config['dtypes']:
+      if f'fifty/{dtype}/rows' in self.f:
+        yield self.grafts(dtype)
+    for dtype in self.config['dtypes']:
+      if f'invariance/{dtype}/results' in self.f:
+        yield self.schedules(dtype)
+    self.cases = {name: case for name, case in self.cases.items()
+                  if f'study/{name}/own/rows' in self.f}
+    if self.cases:
+      yield self.own()
+    if self.cases and self.offsets:
+      yield from self.elsewhere()
 
+  # Figures.
 
-def _schedules(f: dict[str, Any], dtype: str) -> str:
-  prefix = f'invariance/{dtype}'
-  every, promised = f[f'{prefix}/schedules'], f[f'{prefix}/promised/schedules']
-  text = (f'Schedules in {dtype}: {every} ways to compute one text leave'
-          f' {_results(f[f"{prefix}/results"])}.')
-  if promised < every:
-    text += (f' The self-test promises equality for {promised} of them; these'
-             f' leave {_results(f[f"{prefix}/promised/results"])}.')
-  return text
+  def of(self, equal: str, rows: str) -> str:
+    return f'{self.f[equal]:,} of {self.f[rows]:,}'
 
+  def values(self, case: str, what: str, figure: str) -> list[float]:
+    return [float(self.f[f'study/{case}/{what}/{m}/{figure}'])
+            for m in self.offsets]
 
-def _results(count: int) -> str:
-  return ('the same keys, values and logits, bit for bit' if count == 1
-          else f'{count} different results')
+  def median(self, case: str, what: str, figure: str) -> float:
+    return statistics.median(self.values(case, what, figure))
 
+  def total(self, case: str, what: str, figure: str) -> int:
+    return sum(self.f[f'study/{case}/{what}/{m}/{figure}']
+               for m in self.offsets)
 
-def _study(
-    f: dict[str, Any], cases: Sequence[str], offsets: Sequence[int]
-) -> Iterator[str]:
-  rows = sum(f[f'study/{c}/own/rows'] for c in cases)
-  equal = sum(f[f'study/{c}/own/equal'] for c in cases)
-  yield (
-      f'At its own position a restored block is exact: {_of(equal, rows)} rows'
-      f' of logits are equal, over {len(cases)} cases and all offsets.'
-      if equal == rows else
-      f'At its own position a restored block is NOT always exact:'
-      f' {_of(equal, rows)} rows are equal.')
-  if 'base' in cases:
-    yield _elsewhere(f, offsets)
-  sizes = {c: _median(f, c, 'moved', 'max_abs_median', offsets)
-           for c in ('base', 'float32', 'float64') if c in cases}
-  if len(sizes) > 1:
-    yield _rounding(sizes)
-  if 'base' in cases:
-    yield from _factors(f, cases, offsets)
-  if {'float32', 'float32_both'} <= set(cases):
-    yield _angles(f, offsets)
-  if 'base' in cases:
-    seen = _excluded(f, cases, offsets)
-    if seen:
-      yield _PUBLISHED + '; '.join(seen) + '.'
+  def range(self, values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    if not low or not self.many:
+      return f'{high:.2g}' if low == high else f'{low:.2g} to {high:.2g}'
+    return (f'{low:.2g} to {high:.2g}, '
+            + ('flat' if high < FLAT * low else 'not flat')
+            + f' over M (largest over smallest {high / low:.1f})')
 
+  @property
+  def many(self) -> bool:
+    """Whether there are offsets enough to judge what changes with them."""
+    return len(self.offsets) >= _OFFSETS and (
+        self.offsets[-1] >= _SPREAD * self.offsets[0])
 
-def _values(f, case, what, figure, offsets) -> list[float]:
-  return [float(f[f'study/{case}/{what}/{m}/{figure}']) for m in offsets]
+  # Sentences.
 
+  def grafts(self, dtype: str) -> str:
+    p = f'fifty/{dtype}'
+    text = (
+        f'{dtype}: another process stored {self.config["tokens"]:,} tokens; of'
+        f' {self.f[f"{p}/grafts/count"]} continuations grafted here'
+        f' {self.of(f"{p}/equal", f"{p}/rows")} rows of logits have the SHA-256'
+        ' of a fresh computation, argmax agrees in'
+        f' {self.of(f"{p}/argmax_agree", f"{p}/rows")}, and the largest KL is'
+        f' {self.f[f"{p}/kl_max"]} nats. The grafts computed'
+        f' {self.f[f"{p}/grafts/computed"]:,} positions in all, which are their'
+        ' tails.')
+    p = f'prefix/{dtype}'
+    if f'{p}/rows' in self.f:
+      text += (f' Of the same artifact cut to'
+               f' {_numbers(self.config["lengths"])} positions,'
+               f' {self.of(f"{p}/equal", f"{p}/rows")} rows are equal.')
+    return text
 
-def _median(f, case, what, figure, offsets) -> float:
-  return statistics.median(_values(f, case, what, figure, offsets))
+  def schedules(self, dtype: str) -> str:
+    p = f'invariance/{dtype}'
+    every = self.f[f'{p}/schedules']
+    promised = self.f[f'{p}/promised/schedules']
 
+    def leave(count):
+      return ('the same keys, values and logits, bit for bit' if count == 1
+              else f'{count} different results')
 
-def _range(values: Sequence[float]) -> str:
-  low, high = min(values), max(values)
-  if not high:
-    return '0 everywhere'
-  if not low:
-    return f'0 to {high:.2g}'
-  ratio = high / low
-  return (f'{low:.2g} to {high:.2g}, '
-          + ('flat' if ratio < FLAT else 'not flat')
-          + f' over M (largest over smallest {ratio:.1f})')
+    text = (f'{dtype}: {every} ways to compute one text leave'
+            f' {leave(self.f[f"{p}/results"])}.')
+    if promised < every:
+      text += (f' The self-test promises equality for {promised} of them, which'
+               f' leave {leave(self.f[f"{p}/promised/results"])}.')
+    return text
 
+  def own(self) -> str:
+    rows, equal = (sum(self.f[f'study/{c}/own/{figure}'] for c in self.cases)
+                   for figure in ('rows', 'equal'))
+    cases = f'{len(self.cases)} case{"s" * (len(self.cases) != 1)}'
+    if equal == rows:
+      return ('A block restored at its own position is exact: '
+              f'{equal:,} of {rows:,} rows of logits behind it are equal, in'
+              f' {cases} and at every offset M.')
+    return ('A block restored at its own position is NOT always exact:'
+            f' {equal:,} of {rows:,} rows of logits behind it are equal, in'
+            f' {cases}.')
 
-def _agreement(f, case, what, offsets) -> str:
-  agree, rows = (
-      sum(f[f'study/{case}/{what}/{m}/{figure}'] for m in offsets)
-      for figure in ('argmax_agree', 'rows'))
-  return _of(agree, rows)
+  def elsewhere(self) -> Iterator[str]:
+    if 'base' in self.cases:
+      yield from self.base()
+    yield from self.rounding()
+    if 'base' in self.cases:
+      yield from self.factors()
+    yield from self.slots()
+    yield from self.angles()
+    if 'base' in self.cases and self.many and not (
+        self.source.startswith(('tiny', 'random'))):
+      seen = list(self.excluded())
+      if seen:
+        yield _PUBLISHED + '; '.join(seen) + '.'
 
+  def base(self) -> Iterator[str]:
+    for what, words in (
+        ('moved', 'Elsewhere a block is not exact. Stored at 0, its keys turned'
+         ' to M and restored there (bfloat16), it differs from a fresh'
+         ' computation at M'),
+        ('fresh', 'Nor is a fresh computation at M that at 0, though nothing'
+         ' but the rotary positions differs: they are apart')):
+      size = self.range(self.values('base', what, 'kl_median'))
+      yield (
+          f'{words} by a median KL in nats of {size}; the 99th percentile'
+          f' reaches {max(self.values("base", what, "kl_p99")):.2g}, argmax'
+          f' agrees in {self.total("base", what, "argmax_agree"):,} of'
+          f' {self.total("base", what, "rows"):,} rows.')
+    keys, equal = (self.total('base', 'moved', figure)
+                   for figure in ('keys', 'keys_equal'))
+    yield ('It begins in the first layer, whose inputs are the same: of its'
+           f' turned keys {100 * equal / keys:.0f} % have the bits of fresh'
+           ' ones. The others were rounded twice, at 0 and after turning.')
 
-def _elsewhere(f: dict[str, Any], offsets: Sequence[int]) -> str:
-  parts = []
-  for what, words in (
-      ('fresh', 'a fresh computation at offset M differs from one at 0'),
-      ('moved', 'a block moved by M, keys turned, differs from fresh at M')):
-    kl = _values(f, 'base', what, 'kl_median', offsets)
-    p99 = _values(f, 'base', what, 'kl_p99', offsets)
-    parts.append(
-        f'{words} by a median KL in nats of {_range(kl)}; the 99th percentile'
-        f' reaches {max(p99):.2g}, argmax agrees in'
-        f' {_agreement(f, "base", what, offsets)}')
-  keys, equal = (sum(f[f'study/base/moved/{m}/{name}'] for m in offsets)
-                 for name in ('keys', 'keys_equal'))
-  return (f'Elsewhere, in bfloat16, {". And ".join(parts)}. Already in the'
-          f' first layer, whose inputs are the same, {100 * equal / keys:.0f} %'
-          ' of the turned keys have the bits of the fresh ones.')
+  def rounding(self) -> Iterator[str]:
+    sizes = {
+        self.cases[c]['dtype']: self.median(c, 'moved', 'max_abs_median')
+        for c in ('base', 'float32', 'float64') if c in self.cases}
+    if len(sizes) < 2 or not all(sizes.values()):
+      return
+    text = ('The size follows the number format, as rounding would have it: the'
+            ' largest logit difference of a row, median over rows and offsets'
+            ' of a moved block, is '
+            + ', '.join(f'{size:.2g} in {dtype}'
+                        for dtype, size in sizes.items()) + '.')
+    for a, b in zip(list(sizes), list(sizes)[1:]):
+      roundoff = 2.0 ** (_BITS[b] - _BITS[a])
+      text += (f' From {a} to {b} it shrinks {sizes[a] / sizes[b]:.2g} times,'
+               f' the unit roundoff {roundoff:.2g} times')
+      text += (', since sums, norms, softmax and the residual stream are'
+               ' float32 in both.' if (a, b) == ('bfloat16', 'float32')
+               and sizes[a] < roundoff / 2 * sizes[b] else '.')
+    yield text
 
+  def factors(self) -> Iterator[str]:
+    base = self.median('base', 'moved', 'kl_median')
+    found = [
+        f'{case["about"]}: {self.median(c, "moved", "kl_median") / base:.2f}'
+        for c, case in self.cases.items() if base and c != 'base'
+        and case['dtype'] == 'bfloat16' and not case['slots']]
+    if found:
+      yield ('One factor changed at a time, as a multiple of the median KL of a'
+             ' moved block: ' + '; '.join(found) + '.')
 
-def _rounding(sizes: dict[str, float]) -> str:
-  bits = {'base': 8, 'float32': 24, 'float64': 53}
-  names = {'base': 'bfloat16', 'float32': 'float32', 'float64': 'float64'}
-  text = ('The residual is rounding: the median largest logit difference of a'
-          ' moved block is ' + ', '.join(
-              f'{size:.2g} in {names[c]}' for c, size in sizes.items()) + '.')
-  pairs = list(zip(sizes, list(sizes)[1:]))
-  for a, b in pairs:
-    if sizes[a] and sizes[b]:
-      text += (f' From {names[a]} to {names[b]} it shrinks'
-               f' {sizes[a] / sizes[b]:.2g} times; the unit roundoff shrinks'
-               f' {2.0 ** (bits[b] - bits[a]):.2g} times.')
-  if {'base', 'float32'} <= set(sizes) and 0 < sizes['base'] < (
-      2.0 ** 15 * sizes['float32']):
-    text += (' The bfloat16 profile already keeps sums, norms, softmax and the'
-             ' residual stream in float32, so that its step to float32 is'
-             ' smaller than the roundoff says.')
-  return text
+  def apart(self) -> list[int]:
+    """Returns the offsets of slots at which rows differ."""
+    return [m for m in self.offsets if self.f[f'study/slots/fresh/{m}/equal']
+            < self.f[f'study/slots/fresh/{m}/rows']]
 
-
-def _factors(
-    f: dict[str, Any], cases: Sequence[str], offsets: Sequence[int]
-) -> Iterator[str]:
-  base = _median(f, 'base', 'moved', 'kl_median', offsets)
-  found = []
-  for case in cases:
-    spec = study.CASES[case]
-    if case == 'base' or spec.dtype != 'bfloat16' or spec.slots or not base:
-      continue
-    ratio = _median(f, case, 'moved', 'kl_median', offsets) / base
-    found.append(f'{spec.about}: {ratio:.2f}')
-  if found:
-    yield ('One factor at a time, median KL of a moved block over that of the'
-           ' base case: ' + '; '.join(found) + '.')
-  if 'slots' in cases:
-    exact = [m for m in offsets if f[f'study/slots/fresh/{m}/equal']
-             == f[f'study/slots/fresh/{m}/rows']]
-    other = [m for m in offsets if m not in exact]
-    text = 'Cache slots and masks moved without any rotary change: '
-    text += (f'every row is equal at {", ".join(f"{m:,}" for m in exact)}'
-             if exact else 'no offset leaves every row equal')
-    if other:
-      text += (f', and not at {", ".join(f"{m:,}" for m in other)}, median KL'
-               f' {_median(f, "slots", "fresh", "kl_median", other):.2g}: an'
-               ' offset that is no whole number of pages regroups the partial'
-               ' sums of attention')
+  def slots(self) -> Iterator[str]:
+    if 'slots' not in self.cases:
+      return
+    apart = self.apart()
+    exact = [m for m in self.offsets if m not in apart]
+    text = 'Where only cache slots and masks move by M, and no rotary position,'
+    if exact:
+      text += f' every row is equal at {_numbers(exact)}'
+    if apart:
+      text += (' and' if exact else '') + f' rows differ at {_numbers(apart)}'
+      if self.page and all(m % self.page for m in apart):
+        text += (f': an offset that is no whole number of pages of {self.page}'
+                 ' regroups the partial sums of attention')
     yield text + '.'
 
+  def growth(self) -> tuple[list[float], list[float]] | None:
+    """Returns float32's median KL with exact angles and with float32 ones."""
+    if not {'float32', 'float32_both'} <= set(self.cases) or not self.many:
+      return None
+    exact, product = (self.values(c, 'moved', 'kl_median')
+                      for c in ('float32', 'float32_both'))
+    return (exact, product) if all(exact) else None
 
-def _angles(f: dict[str, Any], offsets: Sequence[int]) -> str:
-  exact, product = (
-      _values(f, case, 'moved', 'kl_median', offsets)
-      for case in ('float32', 'float32_both'))
-  return ('Large angles: in float32 with exact rotary rows the median KL of a'
-          f' moved block is {_range(exact)}; with angles multiplied in float32'
-          f' it is {_range(product)}.')
+  def angles(self) -> Iterator[str]:
+    found = self.growth()
+    if found:
+      yield ('Large angles show once other rounding is small: in float32 with'
+             ' exact rotary rows the median KL of a moved block is'
+             f' {self.range(found[0])}; with angles multiplied in float32 it is'
+             f' {self.range(found[1])}.')
 
+  def excluded(self) -> Iterator[str]:
+    """Yields what this run says of causes that were published as excluded."""
+    base = self.median('base', 'moved', 'kl_median')
+    wider = [self.median(c, 'moved', 'kl_median')
+             for c in ('float32', 'float64') if c in self.cases]
+    if wider:
+      yield ('half-precision rounding is not the cause alone, wider formats'
+             ' still differ, but sets the size'
+             if all(0 < size < base for size in wider)
+             else 'wider formats do not simply differ by less')
+    if 'window' in self.cases:
+      yield ('what is stored of the window has no influence on any figure'
+             if self.same('window') else 'what is stored of the window matters')
+    alone = [self.median(c, 'moved', 'kl_median')
+             for c in ('sliding_only', 'global_only') if c in self.cases]
+    if alone:
+      yield ('each rotary base alone leaves a difference' if all(alone)
+             else 'one rotary base alone leaves none')
+    found = self.growth()
+    if found:
+      yield ('large angles matter in float32, where bfloat16 hides them'
+             if found[1][-1] > FLAT * found[0][-1]
+             else 'large angles have no influence')
+    if 'slots' in self.cases:
+      apart = self.apart()
+      yield ('the physical slot has no influence' if not apart else
+             'the physical slot has none by whole pages, and some otherwise'
+             if len(apart) < len(self.offsets) else 'the physical slot matters')
 
-def _excluded(
-    f: dict[str, Any], cases: Sequence[str], offsets: Sequence[int]
-) -> list[str]:
-  """Returns what this run says of causes that were published as excluded."""
-  def size(case: str) -> float:
-    return _median(f, case, 'moved', 'kl_median', offsets)
-
-  base, found = size('base'), []
-  wider = [c for c in ('float32', 'float64') if c in cases]
-  if wider:
-    found.append(
-        'half-precision rounding: wider formats still differ, by less'
-        if all(0 < size(c) < base for c in wider) else
-        'half-precision rounding: wider formats do not simply differ by less')
-  if 'window' in cases:
-    found.append('window buffering: ' + (
-        'no influence on any figure' if _same(f, 'window', offsets)
-        else f'the KL becomes {size("window") / base:.2f} times as large'))
-  alone = [c for c in ('sliding_only', 'global_only') if c in cases]
-  if alone:
-    found.append('the rotary bases: ' + (
-        'each alone leaves a difference' if all(size(c) > 0 for c in alone)
-        else 'one alone leaves none'))
-  if {'float32', 'float32_both'} <= set(cases):
-    exact, product = (
-        _values(f, c, 'moved', 'kl_median', offsets)
-        for c in ('float32', 'float32_both'))
-    grows = product[-1] > FLAT * exact[-1] > 0
-    found.append('large angles: ' + (
-        'lost in bfloat16, but in float32 angles multiplied in float32 make it'
-        f' {product[-1] / exact[-1]:.2g} times as large at M ='
-        f' {offsets[-1]:,}' if grows else 'no influence'))
-  if 'slots' in cases:
-    apart = [m for m in offsets if f[f'study/slots/fresh/{m}/equal']
-             < f[f'study/slots/fresh/{m}/rows']]
-    found.append('the physical slot: ' + (
-        'none by itself' if not apart else
-        'none by whole pages, but regrouped sums where M is no multiple of the'
-        ' page' if len(apart) < len(offsets) else 'it matters'))
-  return found
-
-
-def _same(f: dict[str, Any], case: str, offsets: Sequence[int]) -> bool:
-  """Tells whether a case has every figure of the base case."""
-  return all(
-      _values(f, case, what, figure, offsets)
-      == _values(f, 'base', what, figure, offsets)
-      for what in (study.FRESH, study.MOVED)
-      for figure in ('kl_median', 'kl_p99', 'max_abs_median', 'max_abs_max'))
+  def same(self, case: str) -> bool:
+    """Tells whether a case has every figure of the base case."""
+    return all(
+        self.values(case, what, figure) == self.values('base', what, figure)
+        for what in ('fresh', 'moved') for figure in (
+            'kl_median', 'kl_p99', 'max_abs_median', 'max_abs_max'))

@@ -3,9 +3,9 @@
   python3 recheck.py DIR [--head=HASH]
 
 This file needs Python 3.9 or newer and nothing else: no package, no model, no
-accelerator. LEDGER.md describes what it reads. Exit code 0: everything agrees;
-1: each problem has a line; 2: wrong usage. The last line on stdout is one JSON
-object.
+accelerator. LEDGER.md describes what it reads, and what can be derived. Exit
+code 0: everything that can be derived agrees; 1: each problem has a line;
+2: wrong usage, or no ledger. The last line on stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ _DEPTH = 100
 _DIGITS = 4300  # What Python converts by default.
 _NUMBER = re.compile(
     r'[+-]?(?=\.?[0-9])[0-9]*(?:\.[0-9]*)?(?:[eE]([+-]?[0-9]+))?')
+_KIND = re.compile('[a-z][a-z0-9_]*')  # No two that look alike.
 _GROUPED = re.compile(r'[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]*)?')
 _EXPONENT = 1000  # Beyond every float64; larger powers only cost time.
 
-# Fields that must be there, by kind. Other kinds are free.
+# Fields that must be there, by kind; integers count, so that none is negative.
+# Other kinds are free.
 _FIELDS: dict[str, dict[str, type]] = {
     'run': {'format': int, 'run': str, 'command': list, 'config': dict,
             'code': dict, 'model': dict, 'created': str},
@@ -167,6 +169,9 @@ def parse_line(data: bytes) -> Line:
     if not _is(line[name], kind):
       raise ValueError(f'{name} is {_short(line[name])}, expected'
                        f' {_NAMES[kind]}')
+  if not _KIND.fullmatch(line['kind']):
+    raise ValueError(f'kind is {_short(line["kind"])}, expected lower-case'
+                     ' letters, digits and _')
   if not 0 <= line['n'] < 1 << 53:
     raise ValueError(f'n is {_short(line["n"])}, expected a small number')
   return line
@@ -184,6 +189,11 @@ def _short(value: Any) -> str:
   except (TypeError, ValueError, RecursionError):
     text = ascii(type(value).__name__)
   return text if len(text) <= 80 else f'{text[:77]}...'
+
+
+def _name(text: str) -> str:
+  """Returns a text as `_short` does, without the quotes."""
+  return _short(text)[1:-1]
 
 
 def read_lines(data: bytes) -> tuple[list[tuple[int, Line]], list[str]]:
@@ -238,7 +248,7 @@ def read_lines(data: bytes) -> tuple[list[tuple[int, Line]], list[str]]:
 def where(number: int, line: Line) -> str:
   """Returns the place of a line for messages."""
   name = line['body'].get('id')
-  return (f'line {number} (n {line["n"]}), {_short(line["kind"])[1:-1]}'
+  return (f'line {number} (n {line["n"]}), {_name(line["kind"])}'
           + (f' {_short(name)}' if isinstance(name, str) else ''))
 
 
@@ -513,14 +523,16 @@ class Result:
     lines: number of lines in the file.
     head: hash of the last line, computed; '' if it cannot be read.
     rederived: kind -> how many lines were derived anew.
-    not_rederivable: verdicts that name no summary.
+    not_rederivable: ids of verdicts that name no summary.
+    texts: how many lines are text that was not derived anew.
     problems: one line of text each; empty if everything agrees.
   """
 
   lines: int
   head: str
   rederived: dict[str, int]
-  not_rederivable: int
+  not_rederivable: list[str]
+  texts: int
   problems: list[str]
 
 
@@ -531,7 +543,8 @@ class _Deriver:
     self.lines: list[Line] = []
     self.ids: dict[tuple[str, str], Any] = {}
     self.rederived: dict[str, int] = {}
-    self.not_rederivable = 0
+    self.not_rederivable: list[str] = []
+    self.texts = 0
 
   def add(self, line: Line) -> list[str]:
     """Returns the problems of a line, and keeps it."""
@@ -542,6 +555,8 @@ class _Deriver:
         problems.append(
             f'{name} is {_short(body[name])}, expected {_NAMES[expected]}'
             if name in body else f'{name} is missing')
+      elif expected is int and body[name] < 0:
+        problems.append(f'{name} is {_short(body[name])}, expected 0 or more')
     derive = getattr(self, f'_derive_{kind}', None) if (
         kind in _FIELDS and not problems) else None
     if derive:
@@ -575,16 +590,26 @@ class _Deriver:
   def _derive_logits(self, body: Any) -> list[str]:
     if not len(body['rows']) == len(body['sha256']) == len(body['argmax']):
       return ['rows, sha256 and argmax differ in length']
-    return []
+    problems = []
+    for name, kind in (('rows', int), ('sha256', str), ('argmax', int)):
+      problems += [f'{name} has {_short(x)}, expected {_NAMES[kind]}'
+                   for x in body[name] if not _is(x, kind)][:1]
+    if not problems and any(
+        x >= y for x, y in zip(body['rows'], body['rows'][1:])):
+      problems.append('rows do not ascend, expected each position once')
+    return problems
 
   def _derive_compare(self, body: Any) -> list[str]:
+    if body['a'] == body['b']:
+      raise ValueError(f'a and b are one logits line, {_short(body["a"])}')
     sides = []
     for side in ('a', 'b'):
       other = self.ids.get(('logits', body[side]))
       if other is None:
         raise ValueError(f'there is no logits line {_short(body[side])} in'
                          ' front')
-      if not all(_is(other.get(name), list) for name in ('sha256', 'argmax')):
+      if not all(_is(other.get(name), list)
+                 for name in ('rows', 'sha256', 'argmax')):
         raise ValueError(f'logits line {_short(body[side])} is malformed')
       sides.append(other)
     a, b = sides
@@ -592,6 +617,8 @@ class _Deriver:
                                 b['argmax'], body['kl'], body['max_abs'])}
     if len(lengths) > 1:
       raise ValueError('a, b, kl and max_abs differ in their number of rows')
+    if a['rows'] != b['rows']:
+      raise ValueError('a and b have rows of other positions')
     equal = [_same(x, y) for x, y in zip(a['sha256'], b['sha256'])]
     problems = _differences(body, {
         'rows': len(equal), 'equal': sum(equal),
@@ -602,7 +629,9 @@ class _Deriver:
         problems.append(
             f'row {row}: hashes {"are equal" if same else "differ"}, but'
             f' max_abs is {_short(largest)} and kl {_short(kl)}')
-      fraction(kl)
+      if fraction(kl) < 0 or fraction(largest) < 0:
+        problems.append(f'row {row}: kl {_short(kl)} or max_abs'
+                        f' {_short(largest)} is negative')
     self._count('compare')
     return problems
 
@@ -625,11 +654,15 @@ class _Deriver:
 
   def _derive_verdict(self, body: Any) -> list[str]:
     if not body['because']:
-      self.not_rederivable += 1
+      self.not_rederivable.append(body['id'])
       return []
     value = passes(body['because'], self.lines)
     self._count('verdict')
     return _differences(body, {'passed': value})
+
+  def _derive_note(self, unused_body: Any) -> list[str]:
+    self.texts += 1
+    return []
 
 
 def passes(because: list[Any], lines: list[Line]) -> bool:
@@ -746,11 +779,11 @@ def check(directory: str | os.PathLike[str], head: str | None = None) -> Result:
   """
   directory = os.fspath(directory)
   if not os.path.isdir(directory):
-    return Result(0, '', {}, 0, [f'{_short(directory)}: is no directory'])
+    return Result(0, '', {}, [], 0, [f'{_short(directory)}: is no directory'])
   try:
     data = read_file(os.path.join(directory, LEDGER))
   except ValueError as e:
-    return Result(0, '', {}, 0, [f'{LEDGER}: {e}'])
+    return Result(0, '', {}, [], 0, [f'{LEDGER}: {e}'])
   lines, problems = read_lines(data)
   count = data.count(b'\n') + (not data.endswith(b'\n') and bool(data))
   last = lines[-1][1] if lines and lines[-1][0] == count else None
@@ -772,22 +805,43 @@ def check(directory: str | os.PathLike[str], head: str | None = None) -> Result:
   for number, line in lines:
     problems += [f'{where(number, line)}: {p}' for p in deriver.add(line)]
   return Result(count, own, deriver.rederived, deriver.not_rederivable,
-                problems)
+                deriver.texts, problems)
+
+
+def missing(directory: str | os.PathLike[str]) -> str:
+  """Returns why there is nothing to check, '' if there is something."""
+  directory = os.fspath(directory)
+  if not os.path.isdir(directory):
+    return f'{_short(directory)} is no directory; give the directory of a run'
+  if not any(os.path.lexists(os.path.join(directory, name))
+             for name in (LEDGER, HEAD)):
+    return (f'{_short(directory)} holds no {LEDGER}; give the directory of a'
+            ' run')
+  return ''
+
+
+def plural(count: int, noun: str) -> str:
+  """Returns a count with its noun, such as '1 line' or '2 lines'."""
+  return f'{count} {noun}{"" if count == 1 else "s"}'
 
 
 def report(result: Result) -> tuple[list[str], dict[str, Any]]:
   """Returns the lines for people and the JSON object of a result."""
   derived = ', '.join(f'{n} {kind}' for kind, n in result.rederived.items())
   lines = [*result.problems,
-           f'{result.lines} lines, head {result.head or "unknown"}',
-           f'derived anew: {derived or "nothing"}; verdicts that name no'
-           f' summary: {result.not_rederivable}',
-           f'{len(result.problems)} problems' if result.problems
-           else 'everything agrees']
+           f'{plural(result.lines, "line")}, head {result.head or "unknown"}',
+           f'derived anew: {derived or "nothing"}']
+  if result.not_rederivable:
+    lines.append('verdicts that only `kvgraft ledger recheck --full` can check:'
+                 f' {", ".join(map(_name, result.not_rederivable))}')
+  if result.texts:
+    lines.append(f'text that was not derived: {plural(result.texts, "note")}')
+  lines.append(f'FAILED: {plural(len(result.problems), "problem")}'
+               if result.problems else 'everything that can be derived agrees')
   return lines, {
       'ok': not result.problems, 'lines': result.lines, 'head': result.head,
       'rederived': result.rederived,
-      'not_rederivable': result.not_rederivable,
+      'not_rederivable': result.not_rederivable, 'texts': result.texts,
       'problems': len(result.problems), 'problem_list': result.problems[:100]}
 
 
@@ -807,6 +861,10 @@ def main(argv: list[str]) -> int:
       map(is_hash, heads)):
     print('usage: python3 recheck.py DIR [--head=64 hex digits]',
           file=sys.stderr)
+    return 2
+  nothing = missing(rest[0])
+  if nothing:
+    print(nothing, file=sys.stderr)
     return 2
   result = check(rest[0], *heads)
   lines, summary = report(result)

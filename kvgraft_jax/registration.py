@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import pathlib
 from typing import Any
 from typing import NamedTuple
 
@@ -191,11 +190,11 @@ def read(
   """
   where = os.fspath(path)
   try:
-    data = pathlib.Path(path).read_bytes()
-  except (FileNotFoundError, IsADirectoryError):
+    data = recheck.read_file(where)
+  except ValueError as e:
     raise errors.NotFoundError(
-        f'{where}: there is no such file; give what `kvgraft ledger'
-        ' preregister` wrote') from None
+        f'{where}: {e}; give the file that `kvgraft ledger preregister`'
+        ' wrote') from None
   found = hashlib.sha256(data).hexdigest()
   if sha256 is not None and found != sha256.lower():
     raise errors.DamageError(
@@ -219,7 +218,18 @@ def read(
       raise errors.UsageError(
           f'{where}: it has no {name}; expected a registration as `kvgraft'
           ' ledger preregister` writes it')
-  results.collect(value['expected'])
+  if not all(isinstance(value['model'].get(name), str) for name in (
+      'source', 'fingerprint', 'tokenizer', 'template')) or not all(
+          isinstance(profile, dict) and isinstance(profile.get(name), dict)
+          for profile in value['profiles'].values()
+          for name in ('profile', 'class')):
+    raise errors.UsageError(
+        f'{where}: its model or its profiles are not as `kvgraft ledger'
+        ' preregister` writes them; get the file that was published')
+  if not any(results.collect(value['expected']).values()):
+    raise errors.UsageError(
+        f'{where}: it expects nothing that a run could be held against; get'
+        ' the file that was published')
   return value, found
 
 
@@ -249,7 +259,7 @@ def compare(
                  'ours': other}
   profiles = {line['body']['id']: line['body'] for line in lines
               if line['kind'] == 'profile'}
-  class_equal = all(
+  class_equal = bool(expected['profiles']) and all(
       name in profiles and profiles[name]['class'] == p['class']
       for name, p in expected['profiles'].items())
   return Comparison(counts, first, _factors(

@@ -13,12 +13,13 @@ import re
 from typing import Any
 
 from kvgraft_jax import errors
+from kvgraft_jax import findings
 from kvgraft_jax import ledger
 from kvgraft_jax import report_page as page
 from kvgraft_jax import report_setup
 from kvgraft_jax import report_study
+from kvgraft_jax import report_verdicts
 
-_CONDITIONS = 4  # In the table of verdicts; more stand in one of their own.
 # Of lines that no section knows, and of their fields.
 _ROWS, _COLUMNS, _CHARACTERS = 40, 10, 160
 
@@ -60,18 +61,17 @@ def render_lines(lines: Sequence[Mapping[str, Any]]) -> str:
     view.take('logits', _part(part))  # What they are compared with is shown.
   study, used = report_study.section(
       view.take('compare', _part('study')), summaries, view.take('case'))
-  verdicts, conditions = _verdicts(view, summaries)
+  verdicts = view.take('verdict')
   sections = [
-      _findings(view), verdicts, _exactness(view), _invariance(view), study,
-      _resources(view),
+      _findings(view), report_verdicts.section(verdicts, summaries),
+      _exactness(view), _invariance(view), study, _resources(view),
       report_setup.section(
           run, view.take('profile'), view.take('input'), view.take('artifact'),
-          [line['kind'] for line in lines]), *conditions]
+          [line['kind'] for line in lines]),
+      *report_verdicts.conditions(verdicts, summaries)]
   sections.append(_others(
       view, [b for name, b in summaries.items() if name not in used]))
-  return page.render(
-      _title(run), facts, 'kvgraft ledger recheck DIR\n'
-      f'python3 recheck.py DIR --head={head}', sections)
+  return page.render(_title(run), facts, _warnings(run), sections)
 
 
 class _Lines:
@@ -111,10 +111,19 @@ def _part(name: str) -> Callable[[dict[str, Any]], bool]:
 
 def _title(run: Mapping[str, Any]) -> str:
   name = page.plain(run.get('run', 'run'))
-  model = page.plain(page.mapping(run.get('model')).get(
-      'source', 'model not recorded'))
   date = page.plain(run.get('created', 'date not recorded'))[:10]
-  return f'{name[:1].upper()}{name[1:]}: {model}, {date}'
+  return f'{name[:1].upper()}{name[1:]}: {_source(run)}, {date}'
+
+
+def _source(run: Mapping[str, Any]) -> str:
+  return page.plain(page.mapping(run.get('model')).get(
+      'source', 'model not recorded'))
+
+
+def _warnings(run: Mapping[str, Any]) -> list[str]:
+  if not _source(run).startswith(('tiny', 'random')):
+    return []
+  return ['random weights: figures test the software, not a language model.']
 
 
 def _facts(
@@ -128,80 +137,47 @@ def _facts(
        else page.Cell('bad', 'not finished: no end line')),
       ('Code', 'kvgraft_jax '
        + page.plain(code.get('version', '(version not recorded)'))),
-      ('Ledger', f'{len(view.all):,} lines'),
+      ('Ledger', page.count(len(view.all), 'line')),
       ('Head hash', page.Cell('code', head))]
   result += [
       ('Registered', page.Cell('code', page.plain(body.get('sha256'))))
       for body in view.take('registration')]
   result += [
-      ('Recovered', f'{page.number(body.get("dropped_bytes"))} bytes of a torn'
-       f' line dropped, {page.number(body.get("adopted_lines"))} lines adopted')
+      ('Recovered', f'bytes of a torn line that were dropped:'
+       f' {page.number(body.get("dropped_bytes"))}, lines adopted:'
+       f' {page.number(body.get("adopted_lines"))}')
       for body in view.take('recovered')]
   return result
 
 
 def _findings(view: _Lines) -> page.Section:
-  texts = [text for body in view.take('note', _is_finding)
-           for text in re.split(r'\n\s*\n', page.plain(body.get('text', '')))]
-  if not texts:
-    return page.absent('What was found')
-  return page.Section('found', 'What was found', [page.Text(t) for t in texts])
+  """Returns the sentences that the run recorded, each derived again."""
+  title = 'What was found'
+  notes = [page.plain(body.get('text', ''))
+           for body in view.take('note', _is_finding)]
+  if not notes:
+    return page.absent(title)
+  try:
+    derived = findings.sentences(view.all)
+  except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+    derived = []  # Of a run without findings, or with strange fields.
+  blocks: page.Blocks = []
+  for note in notes:
+    blocks += [page.Text(t) for t in re.split(r'\n\s*\n', note)]
+    if note not in derived:
+      blocks.append(page.Text(
+          'the sentence above is not what kvgraft_jax of this page derives from'
+          ' the figures of this ledger. Judge it by the tables.', 'warning'))
+  for text in derived:
+    if text not in notes:
+      blocks += [page.Text(text), page.Text(
+          'the sentence above follows from the figures of this ledger, but the'
+          ' run did not record it.', 'warning')]
+  return page.Section('found', title, blocks)
 
 
 def _is_finding(body: Mapping[str, Any]) -> bool:
-  return body.get('role') == 'finding'
-
-
-def _verdicts(
-    view: _Lines, summaries: Mapping[str, Mapping[str, Any]],
-) -> tuple[page.Section, list[page.Section]]:
-  """Returns what checkers said, and long lists of what it rests on."""
-  verdicts = view.take('verdict')
-  if not verdicts:
-    return page.absent('Verdicts'), []
-  rows: list[list[str | page.Cell]] = []
-  conditions: list[list[str | page.Cell]] = []
-  for body in verdicts:
-    name, because = page.plain(body.get('id')), page.sequence(
-        body.get('because'))
-    found = [_condition(page.mapping(c), summaries) for c in because]
-    shown: list[str | page.Cell] = [f'{a}: {b}, {c}' for a, b, c in found]
-    if len(found) > _CONDITIONS:
-      shown = [f'{len(found):,} conditions, listed below']
-      conditions += [[name, *c] for c in found]
-    rows.append([
-        name,
-        page.Cell('good', '✓ passed') if body.get('passed') is True
-        else page.Cell('bad', '✗ FAILED'),
-        page.Cell('list', entries=[
-            page.plain(body.get('checker', '')),
-            *page.pairs(body.get('ran')).entries]),
-        page.Cell('list', entries=shown or ['no figure of this ledger']),
-        page.pairs(body.get('evidence'))])
-  columns = ['Verdict', 'Result', 'Ran', 'Because', 'Evidence']
-  if not any(body.get('evidence') for body in verdicts):
-    rows, columns = [row[:-1] for row in rows], columns[:-1]
-  passed = sum(body.get('passed') is True for body in verdicts)
-  section = page.Section('verdicts', 'Verdicts', [
-      page.Text(f'{passed:,} of {len(verdicts):,} passed.'),
-      page.Table('What each checker ran, and the figures that its verdict rests'
-                 ' on: name, value, what is required.', columns, rows)])
-  return section, [page.Section('conditions', 'Conditions of verdicts', [
-      page.Table(
-          'Figures that verdicts rest on, and what each is required to be.',
-          ['Verdict', 'Figure', 'Value', 'Required'], conditions, [2, 3])
-  ])] if conditions else []
-
-
-def _condition(
-    condition: Mapping[str, Any], summaries: Mapping[str, Mapping[str, Any]],
-) -> tuple[str, str, str]:
-  """Returns a figure's name, its value and what is required of it."""
-  name = page.plain(condition.get('summary'))
-  value = (page.plain(summaries[name].get('value')) if name in summaries
-           else 'not in this ledger')
-  return (name, value, f'{page.plain(condition.get("op"))}'
-          f' {page.plain(condition.get("value"))}')
+  return body.get('role') == findings.ROLE
 
 
 def _exactness(view: _Lines) -> page.Section:
@@ -232,7 +208,8 @@ def _exactness(view: _Lines) -> page.Section:
       page.Table(
           'Grafted against fresh logits.',
           ['Graft', 'Tails', 'Rows with equal SHA-256', 'Same argmax',
-           'Largest KL (nats)', 'Largest logit difference'],
+           'KL of a row, maximum over rows (nats)',
+           'Largest logit difference of a row, maximum over rows'],
           rows, range(1, 6))]
   scores: dict[str, list[bool]] = {}
   for body in view.take('score', _part('fifty')):
@@ -324,7 +301,7 @@ def _resources(view: _Lines) -> page.Section:
       value = body.get(field)
       x = page.real(value)
       row.append(
-          page.Cell('soft', 'unknown') if value is None
+          page.Cell('soft', 'not known') if value is None
           else page.number(value) if unit == 1 or x is None
           else page.number(repr(x / unit)))
     energy = page.mapping(body.get('energy'))
@@ -334,15 +311,19 @@ def _resources(view: _Lines) -> page.Section:
       row.append(page.Cell('soft', 'not measured'))
     else:
       row.append(f'{page.number(energy["joules"])}'
-                 f' ({page.plain(energy.get("source", "source unknown"))})')
+                 f' ({page.plain(energy.get("source", "source not known"))})')
     rows.append(row)
   columns = ['What', *(name for name, _ in shown.values()), 'Energy (J)']
   blocks: page.Blocks = [page.Table(
       'What each part took. Work counts the matrix products that the results'
       ' need; memory is the peak of the process since its start.',
       columns, rows, range(1, len(columns)))]
+  unknown = [name for field, (name, _) in fields.items()
+             if field not in shown and any(field in b for b in bodies)]
+  if unknown:
+    blocks.append(page.Text(f'Not known of any part: {", ".join(unknown)}.'))
   blocks += [
-      page.Text(f'Energy not measured ({len(names)} of {len(bodies)} parts):'
+      page.Text(f'Energy not measured (parts: {len(names)} of {len(bodies)}):'
                 f' {reason}') for reason, names in reasons.items()]
   return page.Section('resources', 'Resources', blocks)
 
@@ -353,13 +334,15 @@ def _others(
   """Returns tables of the lines that no other section has shown."""
   blocks: page.Blocks = []
   if summaries:
-    blocks.append(page.Table(
+    title = f'Other summary figures: {len(summaries):,}'
+    blocks.append(page.Fold(title, [page.Table(
         'Summary figures, each derived again by a recheck.',
-        ['Figure', 'Value', 'Unit', 'Rule', 'Of lines', 'Field'],
+        ['Figure', 'Value', 'Unit', 'Rule', 'Of lines', 'Where', 'Field'],
         [[page.plain(b.get('id')), page.plain(b.get('value')),
           page.plain(b.get('unit', '')), page.plain(b.get('rule')),
           page.plain(page.mapping(b.get('over')).get('kind')),
-          page.plain(b.get('field'))] for b in summaries], [1]))
+          page.pairs(page.mapping(b.get('over')).get('where')),
+          page.plain(b.get('field'))] for b in summaries], [1])]))
   for (kind, part), bodies in view.rest().items():
     flat = [page.flat(body) for body in bodies[:_ROWS]]
     columns = list(dict.fromkeys(
@@ -367,10 +350,11 @@ def _others(
         if name not in ('id', 'group.part')))
     hidden = len(bodies) - len(flat), max(0, len(columns) - _COLUMNS)
     columns = columns[:_COLUMNS]
-    caption = f'{len(bodies):,} lines of kind {kind}'
+    caption = f'{page.count(len(bodies), "line")} of kind {kind}'
     caption += f', part {part}' if part else ''
     caption += f'; {hidden[0]:,} of them not shown' if hidden[0] else ''
-    caption += f'; {hidden[1]:,} fields not shown' if hidden[1] else ''
+    caption += (f'; {page.count(hidden[1], "field")} not shown'
+                if hidden[1] else '')
     blocks.append(page.Table(
         f'{caption}.', ['Line', *columns],
         [[page.plain(body.get('id', f'{i + 1:,}')),

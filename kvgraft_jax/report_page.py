@@ -35,7 +35,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-  """A paragraph; `sort` may also be absent, heading or command."""
+  """A paragraph; `sort` may be absent, warning, heading or command."""
 
   text: str
   sort: str = 'text'
@@ -77,7 +77,16 @@ class Figures:
   sort: str = 'figures'
 
 
-Blocks = list[Text | Table | Figures]
+@dataclasses.dataclass(frozen=True)
+class Fold:
+  """Blocks behind a title, shown on demand and on paper."""
+
+  title: str
+  blocks: 'Blocks'
+  sort: str = 'fold'
+
+
+Blocks = list[Text | Table | Figures | Fold]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,15 +105,15 @@ def absent(what: str) -> Section:
 
 
 def render(
-    title: str, facts: Sequence[tuple[str, str | Cell]], commands: str,
-    sections: Sequence[Section],
+    title: str, facts: Sequence[tuple[str, str | Cell]],
+    warnings: Sequence[str], sections: Sequence[Section],
 ) -> str:
   """Returns the page; everything but the plots is escaped.
 
   Args:
     title: of the page.
     facts: names and values below it.
-    commands: that check the ledger.
+    warnings: what a reader has to know before any figure.
     sections: in order.
   """
   import jinja2  # pylint: disable=g-import-not-at-top
@@ -112,7 +121,7 @@ def render(
       autoescape=True, undefined=jinja2.StrictUndefined).from_string(
           _TEMPLATE.read_text(encoding='utf-8'))
   text = template.render(
-      title=title, facts=facts, commands=commands, sections=sections)
+      title=title, facts=facts, warnings=warnings, sections=sections)
   return legible(text) + '\n'
 
 
@@ -139,6 +148,11 @@ def number(value: Any) -> str:
     return f'{x:,.{max(0, 2 - math.floor(math.log10(abs(x))))}f}'
   mantissa, exponent = f'{x:.2e}'.split('e')
   return f'{mantissa}e{int(exponent)}'
+
+
+def count(n: int, noun: str, plural: str = '') -> str:
+  """Returns a number of things, in the singular for one."""
+  return f'{n:,} {noun if n == 1 else plural or f"{noun}s"}'
 
 
 def real(value: Any) -> float | None:

@@ -52,7 +52,7 @@ def kl_by_offset(
         band=True)
     _offset_scale(axes, offsets)
     axes.set_title(_label(case), loc='left', fontsize=10, fontweight='bold')
-    axes.set_ylabel('KL divergence (nats)')
+    axes.set_ylabel('KL of a row (nats)')
     if base:
       _line(axes, base, place, color=_GREY, linestyle=':', label='base, moved')
     for (what, statistic), points in series.items():
@@ -66,32 +66,43 @@ def kl_by_offset(
   return _plot(draw, 3.3, prefix)
 
 
-def overview(cases: Mapping[str, Points], prefix: str) -> str:
-  """Returns one row of points a case: its KL at every offset.
+def overview(
+    title: str, dtypes: Mapping[str, Mapping[str, Points]], prefix: str,
+) -> str:
+  """Returns one row of points a case, by dtype: its KL at every offset.
 
   Args:
-    cases: case -> offset in tokens -> KL in nats.
+    title: of the plot.
+    dtypes: dtype -> case -> offset in tokens -> KL in nats.
     prefix: of the ids in the SVG, unique in the page.
   """
+  rows: list[tuple[str, Points | None]] = []  # None heads those of a dtype.
+  for dtype, cases in dtypes.items():
+    rows += [(dtype or 'other', None), *cases.items()]
+  found = [points for _, points in rows if points]
+
   def draw(axes: Any) -> None:
     place = _log_scale(
-        axes, 'x', [v for p in cases.values() for v in p.values()], band=True)
-    axes.set_xlabel('median KL divergence (nats)')
-    axes.set_ylim(len(cases) - 0.5, -0.5)
-    axes.set_yticks(range(len(cases)), [_label(c) for c in cases])
-    axes.set_ylabel('case (name)')
-    offsets = sorted({m for p in cases.values() for m in p})
+        axes, 'x', [v for p in found for v in p.values()], band=True)
+    axes.set_title(title, loc='left', fontsize=10, fontweight='bold')
+    axes.set_xlabel('KL of a row, median over rows (nats)')
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), [_label(name) for name, _ in rows])
+    for tick, (_, points) in zip(axes.get_yticklabels(), rows):
+      if points is None:
+        tick.set_fontweight('bold')
+    offsets = sorted({m for p in found for m in p})
     for i, m in enumerate(offsets):
-      found = [(place(p[m]), y) for y, p in enumerate(cases.values())
-               if m in p and place(p[m]) is not None]
-      if found:
+      spots = [(place(p[m]), y) for y, (_, p) in enumerate(rows)
+               if p and m in p and place(p[m]) is not None]
+      if spots:
         # Side by side where values are alike.
         shift = 0.7 * ((i + 0.5) / len(offsets) - 0.5)
-        axes.plot([x for x, _ in found], [y + shift for _, y in found],
+        axes.plot([x for x, _ in spots], [y + shift for _, y in spots],
                   color=_colour(i), marker=_marker(i), linestyle='',
                   label=f'M = {m:,}')
 
-  return _plot(draw, 1.6 + 0.42 * len(cases), prefix)
+  return _plot(draw, 1.9 + 0.4 * len(rows), prefix)
 
 
 def rounding(

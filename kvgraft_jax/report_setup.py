@@ -79,39 +79,53 @@ def _digests(artifact: Mapping[str, Any]) -> int:
 
 
 def _profiles(bodies: Sequence[Mapping[str, Any]]) -> page.Blocks:
-  """Returns every factor of every profile, and what its self-test proved."""
+  """Returns fingerprints, factors, and what the self-tests proved, if any."""
   profiles = {page.plain(b.get('id')): b for b in bodies}
   if not profiles:
     return []
+  rows: list[list[str | page.Cell]] = []
   factors = dict.fromkeys(name for b in profiles.values()
                           for name in page.mapping(b.get('profile')))
-
-  def factor(name: str, body: Mapping[str, Any]) -> str | page.Cell:
-    found = page.mapping(body.get('profile'))
-    if name not in found:
-      return page.Cell('soft', 'none')
-    value = page.plain(found[name]) or '(empty)'
-    kept = name in page.mapping(body.get('class'))
-    return value if kept else page.Cell('soft', f'{value} †')
-
-  rows: list[list[str | page.Cell]] = [
-      [name, *(factor(name, b) for b in profiles.values())] for name in factors]
-  rows += [[f'{which} fingerprint', *(
-      page.Cell('code', page.plain(b.get(f'{which}_fingerprint')))
-      for b in profiles.values())] for which in ('profile', 'class')]
+  for factor in factors:
+    owners: dict[str, list[str]] = {}
+    for name, body in profiles.items():
+      owners.setdefault(_factor(factor, body), []).append(name)
+    rows += [[factor, value, 'all' if len(owners) == 1 else ', '.join(names)]
+             for value, names in owners.items()]
+  blocks: page.Blocks = [
+      page.Text('Numerics profiles', 'heading'),
+      page.Table(
+          'What fixes the bits, as SHA-256: of all factors, and of those that'
+          ' are not proved irrelevant.',
+          ['Profile', 'Profile fingerprint', 'Class fingerprint'],
+          [[name, *(page.Cell('code', page.plain(b.get(f'{which}_fingerprint')))
+                    for which in ('profile', 'class'))]
+           for name, b in profiles.items()]),
+      page.Fold(f'Factors of the profiles: {page.count(len(factors), "factor")}',
+                [page.Table(
+                    'Everything that may fix the bits. † proved irrelevant by'
+                    ' the self-test: in the profile, not in the class.',
+                    ['Factor', 'Value', 'Profiles'], rows)])]
   words = {True: page.Cell('good', '= equal'),
            False: page.Cell('bad', '≠ differs')}
   tests = {name: page.mapping(page.mapping(b.get('self_test')).get(
       'invariances')) for name, b in profiles.items()}
+  tests = {name: found for name, found in tests.items() if found}
   names = dict.fromkeys(n for test in tests.values() for n in test)
-  return [
-      page.Text('Numerics profiles', 'heading'),
-      page.Table('Everything that may fix the bits. † proved irrelevant by the'
-                 ' self-test: in the profile, not in the class.',
-                 ['Factor', *profiles], rows),
-      page.Table('Self-test: which schedules left the same bits.',
-                 ['Schedule', *profiles],
-                 [[n, *(words[found] if isinstance(found, bool) else
-                        page.Cell('soft', 'not run')
-                        for found in (t.get(n) for t in tests.values()))]
-                  for n in names])]
+  if tests:
+    blocks.append(page.Table(
+        'Self-test: which schedules left the same bits.', ['Schedule', *tests],
+        [[n, *(words[found] if isinstance(found, bool) else
+               page.Cell('soft', 'not run')
+               for found in (t.get(n) for t in tests.values()))]
+         for n in names]))
+  return blocks
+
+
+def _factor(name: str, body: Mapping[str, Any]) -> str:
+  """Returns a factor's value, marked if the class leaves it out."""
+  found = page.mapping(body.get('profile'))
+  if name not in found:
+    return 'none'
+  mark = '' if name in page.mapping(body.get('class')) else ' †'
+  return f'{page.plain(found[name]) or "(empty)"}{mark}'

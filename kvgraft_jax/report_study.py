@@ -1,6 +1,7 @@
 """The own-position study of a report: tables and plots of its summaries.
 
-Figures are the summaries "study/CASE/WHAT/M/STATISTIC" as the ledger has them.
+Figures are the summaries "study/CASE/WHAT/M/STATISTIC" as the ledger has them,
+if they are over those lines; others stand among the further lines.
 """
 
 from collections.abc import Mapping
@@ -20,17 +21,22 @@ _ABOUT = {
              ' at M',
 }
 _COLUMNS = {
-    'equal': 'Rows equal', 'argmax_agree': 'Same argmax',
-    'kl_median': 'KL median (nats)', 'kl_p99': 'KL p99 (nats)',
-    'kl_max': 'KL max (nats)',
-    'max_abs_median': 'Logit difference, median',
-    'max_abs_max': 'Logit difference, max',
+    'equal': 'Rows with equal SHA-256', 'argmax_agree': 'Same argmax',
+    'kl_median': 'KL of a row, median over rows (nats)',
+    'kl_p99': 'KL of a row, p99 over rows (nats)',
+    'kl_max': 'KL of a row, maximum over rows (nats)',
+    'max_abs_median': 'Largest logit difference of a row, median over rows',
+    'max_abs_max': 'Largest logit difference of a row, maximum over rows',
     'keys_equal': 'Keys of the first layer equal',
-    'keys_max_abs': 'Key difference, max',
+    'keys_max_abs': 'Largest key difference, maximum over keys',
 }
 # Counts, and what they are counts of.
 _OF = {'equal': 'rows', 'argmax_agree': 'rows', 'keys_equal': 'keys'}
 _INEXACT = ('fresh', 'moved')
+_TITLES = {'fresh': 'fresh at M against fresh at 0',
+           'moved': 'moved by M against fresh at M'}
+_ZOOM = 'bfloat16'  # The other dtypes differ by so much less.
+_P99, _P99_ROWS = 'kl_p99', 100  # Of fewer rows p99 is the largest one.
 
 
 class _Study:
@@ -38,6 +44,7 @@ class _Study:
 
   Attributes:
     used: ids of the summaries that they are.
+    few: whether a p99 is left out, since it is of too few rows.
     dtypes: case -> dtype, '' where no line says it.
     whats: comparisons, the known ones first.
   """
@@ -47,6 +54,7 @@ class _Study:
       summaries: Mapping[str, Mapping[str, Any]],
   ):
     self.used: set[str] = set()
+    self.few = False
     self.dtypes: dict[str, str] = {}
     self._values: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for body in compares:
@@ -55,8 +63,12 @@ class _Study:
           group.get('dtype', '')))
     for name, body in summaries.items():
       match = _ID.fullmatch(name)
-      if match:
+      if match and _is_of(body, *match.groups()):
         case, what, m, statistic = match.groups()
+        if statistic == _P99 and page.whole(summaries.get(
+            name.replace(_P99, 'rows'), {}).get('value')) < _P99_ROWS:
+          self.few = True
+          continue
         self.used.add(name)
         self.dtypes.setdefault(case, '')
         self._values.setdefault((case, what), {}).setdefault(
@@ -76,6 +88,17 @@ class _Study:
     found = {m: page.real(values.get(statistic))
              for m, values in self.of(case, what).items()}
     return {m: x for m, x in found.items() if x is not None and x >= 0}
+
+
+def _is_of(
+    body: Mapping[str, Any], case: str, what: str, m: str, statistic: str,
+) -> bool:
+  """Tells whether a figure is what its id says; a recheck reads no ids."""
+  field, rule = body.get('field'), body.get('rule')
+  return statistic == (field if rule == 'sum' else f'{field}_{rule}') and (
+      body.get('over') == {'kind': 'compare', 'where': {
+          'group.part': 'study', 'group.case': case, 'group.what': what,
+          'group.m': int(m)}})
 
 
 def section(
@@ -103,8 +126,10 @@ def section(
       ' counted from an offset M. Rotary scores depend on differences of'
       ' positions alone, so in exact arithmetic the logits of the tail would'
       ' not depend on M. KL is KL(a || b) of a row of logits in nats, where a'
-      ' is what is compared with; p99 is the 99th percentile of the rows. The'
-      ' difference of a row is that of the logit that differs most.'),
+      ' is what is compared with. The largest logit difference of a row is'
+      ' that of the logit that differs most. p99 is the 99th percentile of the'
+      f' rows, shown where there are at least {_P99_ROWS}'
+      f'{"; here some are fewer" if study.few else ""}.'),
       page.Table('Cases, and what differs from base.',
                  ['Case', 'Dtype', 'What it is'],
                  [[c, study.dtypes[c], about.get(c, '')] for c in study.cases])]
@@ -112,8 +137,24 @@ def section(
   blocks += _by_case(study)
   blocks += _rounding(study)
   for what in study.whats:
-    blocks += [page.Text(what.capitalize(), 'heading'), _table(study, what)]
+    blocks.append(page.Text(what.capitalize(), 'heading'))
+    if what in _INEXACT:
+      blocks.append(_table(study, what))
+    else:
+      blocks += [page.Text(_totals(study, what)),
+                 page.Fold('Each case and offset', [_table(study, what)])]
   return page.Section('study', _TITLE, blocks), study.used
+
+
+def _totals(study: _Study, what: str) -> str:
+  """Returns how many rows are equal in all cases at all offsets."""
+  found = [values for case in study.cases
+           for values in study.of(case, what).values()
+           if {'equal', 'rows'} <= values.keys()]
+  equal, rows = (sum(page.whole(values[name]) for values in found)
+                 for name in ('equal', 'rows'))
+  return (f'{_ABOUT.get(what, "compared at offset M")}: rows with equal SHA-256'
+          f' in all cases and at all offsets: {equal:,} of {rows:,}.')
 
 
 def _table(study: _Study, what: str) -> page.Table:
@@ -141,19 +182,28 @@ def _table(study: _Study, what: str) -> page.Table:
 
 
 def _overview(study: _Study) -> page.Blocks:
-  """Returns a plot of all cases for each comparison that is not exact."""
+  """Returns plots of all cases for each comparison that is not exact."""
   figures = []
   for what in _INEXACT:
-    cases = {c: {m: x for m, x in study.points(c, what, 'kl_median').items()
-                 if m} for c in study.cases}
-    cases = {c: points for c, points in cases.items() if points}
-    if cases:
+    dtypes: dict[str, dict[str, dict[int, float]]] = {}
+    for case in study.cases:
+      points = {m: x for m, x in study.points(case, what, 'kl_median').items()
+                if m}
+      if points:
+        dtypes.setdefault(study.dtypes[case], {})[case] = points
+    chosen = [(dtypes, 'all', 'all cases')] if dtypes else []
+    if len(dtypes) > 1 and _ZOOM in dtypes:
+      chosen.append(({_ZOOM: dtypes[_ZOOM]}, 'zoom', f'{_ZOOM} cases only'))
+    for cases, name, words in chosen:
+      each = '; '.join(f'{c}: {_range(p)}'
+                       for found in cases.values() for c, p in found.items())
       figures.append(page.Figure(
-          report_plots.overview(cases, f'all-{what}'),
-          f'Points of the median KL divergence in nats, one row a case, {what}.'
-          f' {"; ".join(f"{c}: {_range(p)}" for c, p in cases.items())}',
-          f'{what}: median KL of each case, one marker an offset. The grey band'
-          ' is 0: every bit equal.'))
+          report_plots.overview(
+              f'{_TITLES[what]}\n{words}', cases, f'{name}-{what}'),
+          f'KL of a row, median over rows, in nats, one row a case, {what},'
+          f' {words}. {each}',
+          f'{what}, {words}: KL of a row, median over rows, one marker an'
+          ' offset. The grey band is 0: every bit equal.'))
   if not figures:
     return []
   return [page.Text('All cases', 'heading'), page.Figures(figures)]
@@ -213,9 +263,11 @@ def _rounding(study: _Study) -> page.Blocks:
     return []
   rows, figures = [], []
   for statistic, power, name, quantity in (
-      ('max_abs_max', 1, 'Largest logit difference',
-       'largest logit difference (logits)'),
-      ('kl_median', 2, 'Median KL', 'median KL divergence (nats)')):
+      ('max_abs_max', 1,
+       'Largest logit difference of a row, maximum over rows',
+       'largest logit difference of a row,\nmaximum over rows (logits)'),
+      ('kl_median', 2, 'KL of a row, median over rows',
+       'KL of a row, median over rows (nats)')):
     series: dict[str, dict[str, list[float]]] = {}
     for what in _INEXACT:
       for dtype in dtypes:
@@ -238,7 +290,7 @@ def _rounding(study: _Study) -> page.Blocks:
     if any(len(values) > 1 for values in series.values()):
       figures.append(page.Figure(
           report_plots.rounding(series, power, quantity, f'round{power}'),
-          f'Log-log plot of the {quantity} against the unit roundoff of'
+          f'Log-log plot of: {name}; against the unit roundoff of'
           f' {", ".join(dtypes)}, with lines of slope {power}.',
           f'{name} against the unit roundoff. Markers: median over M; bars:'
           ' smallest to largest; dotted: what rounding predicts from'

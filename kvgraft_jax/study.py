@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
-import hashlib
 from typing import Any
 
 import jax
@@ -32,12 +31,13 @@ import numpy as np
 from kvgraft_jax import cache as cache_lib
 from kvgraft_jax import config as config_lib
 from kvgraft_jax import engine
+from kvgraft_jax import numerics
 from kvgraft_jax import programs as programs_lib
 from kvgraft_jax import reference
 from kvgraft_jax import rope as rope_lib
-from kvgraft_jax import sampling
 
 FRESH, OWN, MOVED = WHATS = ('fresh', 'own', 'moved')
+PLAIN = 'float64'  # The dtype of the plain forward.
 _FLOATS = {'bfloat16': ml_dtypes.bfloat16, 'float32': np.float32}
 
 
@@ -73,7 +73,7 @@ CASES = {c.name: c for c in (
     Case('base', 'bfloat16, every row stored, exact rotary rows'),
     Case('float32', 'float32 weights, operands and cache', dtype='float32'),
     Case('float64', 'float64 throughout, the plain NumPy forward',
-         dtype='float64'),
+         dtype=PLAIN),
     Case('float32_both', 'float32 throughout, rotary angles too',
          dtype='float32', float32_angles=True),
     Case('window', 'sliding layers: only what the tail can see is stored',
@@ -95,7 +95,7 @@ CASES = {c.name: c for c in (
 
 @dataclasses.dataclass(frozen=True)
 class State:
-  """Logits behind each token of the tail, as hashes.
+  """Logits behind each token of the tail.
 
   Attributes:
     what: of `WHATS`.
@@ -110,17 +110,6 @@ class State:
   logits: np.ndarray
   tokens_computed: int
   tokens_restored: int
-
-  @property
-  def sha256(self) -> list[str]:
-    """Plain SHA-256 of each row's little-endian bytes."""
-    little = self.logits.astype(self.logits.dtype.newbyteorder('<'))
-    return [hashlib.sha256(row.tobytes()).hexdigest() for row in little]
-
-  @property
-  def argmax(self) -> list[int]:
-    """First maximum of each row."""
-    return [int(row.argmax()) for row in self.logits]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,15 +134,17 @@ class Comparison:
   keys: int
   keys_max_abs: float
 
-  def kl(self) -> list[float]:
-    """KL(a || b) of each row, nats."""
-    return [sampling.kl_divergence(p, q)
-            for p, q in zip(self.a.logits, self.b.logits)]
 
-  def max_abs(self) -> list[float]:
-    """Largest difference of a logit of each row."""
-    a, b = (x.logits.astype(np.float64) for x in (self.a, self.b))
-    return [float(row.max()) for row in abs(a - b)]
+def profile_of(model: engine.Model, case: Case) -> numerics.Profile:
+  """Returns the profile that a case runs with.
+
+  Raises:
+    UsageError: if the model's page or chunk cannot be divided so.
+  """
+  chunk = model.profile.chunk // case.chunk_divisor
+  return dataclasses.replace(
+      model.profile, page=model.profile.page // case.page_divisor, chunk=chunk,
+      tile=min(chunk, model.profile.tile))
 
 
 def compare(
@@ -171,7 +162,7 @@ def compare(
   """
   tail = list(tokens[block:])
   runner: _Steps | _Plain = (
-      _Plain(model) if case.dtype == 'float64'
+      _Plain(model) if case.dtype == PLAIN
       else _Steps(model, case, max(offsets) + len(tokens)))
 
   def fresh(m):
@@ -257,10 +248,7 @@ class _Steps:
   """A case on the engine's step programs."""
 
   def __init__(self, model: engine.Model, case: Case, longest: int):
-    chunk = model.profile.chunk // case.chunk_divisor
-    profile = dataclasses.replace(
-        model.profile, page=model.profile.page // case.page_divisor,
-        chunk=chunk, tile=min(chunk, model.profile.tile))
+    profile = profile_of(model, case)
     self._model, self._case, self._profile = model, case, profile
     self._programs = _Shifted(model.config, profile, model.params, case)
     if profile == model.profile and not case.slots:

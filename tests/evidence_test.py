@@ -108,42 +108,83 @@ def test_own_position_is_exact_and_elsewhere_is_not(lines):
       (32, 4)}
 
 
+def _findings(lines):
+  return [line['body']['text'] for line in lines
+          if line['body'].get('role') == findings.ROLE]
+
+
 def test_findings_say_what_the_figures_say(lines):
-  text = '\n'.join(line['body']['text'] for line in lines
-                   if line['body'].get('role') == 'finding')
+  text = '\n'.join(_findings(lines))
   rows = _figure(lines, 'fifty/bfloat16/rows')
-  assert f'of 4 continuations {rows} of {rows} rows of logits' in text
-  assert '36 of 36 rows of logits are equal, over 3 cases' in text
-  assert 'every row is equal at 64, and not at 8' in text
-  assert 'the physical slot: none by whole pages' in text
-  assert 'wider formats still differ, by less' in text
+  assert 'weights of tiny:0 are random' in text and 'arXiv' not in text
+  assert f'of 4 continuations grafted here {rows} of {rows} rows' in text
+  assert '36 of 36 rows of logits behind it are equal, in 3 cases' in text
+  assert ('every row is equal at 64 and rows differ at 8: an offset that is no'
+          ' whole number of pages of 16') in text
   assert 'leave the same keys, values and logits, bit for bit' in text
+  assert 'flat' not in text  # Two offsets are too few to say so.
+
+
+def test_findings_follow_from_the_lines(lines):
+  assert findings.sentences(lines) == _findings(lines)
+  number = next(i for i, line in enumerate(lines)
+                if line['body'].get('id') == 'fifty/bfloat16/equal')
+  changed = [*lines[:number], {
+      'kind': 'summary', 'body': {**lines[number]['body'], 'value': 3}},
+             *lines[number + 1:]]
+  assert findings.sentences(changed) != _findings(lines)
+
+
+def _study_of(sizes, what_own=8):
+  """Returns the lines of a made-up study: case -> median KL at each offset."""
+  offsets = (8, 128, 1024)
+  lines = [{'kind': 'run', 'body': {
+      'config': _SMALL.to_json() | {'offsets': [0, *offsets]},
+      'model': {'source': 'gemma3-270m'}}}]
+  figures = {}
+  for case, kls in sizes.items():
+    lines.append({'kind': 'case', 'body': {
+        'id': case, **dataclasses.asdict(study.CASES[case])}})
+    figures |= {f'study/{case}/own/rows': 8,
+                f'study/{case}/own/equal': what_own}
+    for what in study.WHATS:
+      for m, kl in zip(offsets, kls):
+        p = f'study/{case}/{what}/{m}'
+        figures |= {f'{p}/{name}': repr(kl) for name in (
+            'kl_median', 'kl_p99', 'max_abs_median', 'max_abs_max')}
+        figures |= {f'{p}/rows': 4, f'{p}/argmax_agree': 3, f'{p}/keys': 100,
+                    f'{p}/keys_equal': 60, f'{p}/equal': 4 * (kl == 0)}
+  return [*lines, *(
+      {'kind': 'summary', 'body': {'id': k, 'value': v}}
+      for k, v in figures.items())]
 
 
 def test_findings_of_a_run_that_failed_say_so():
-  figures = {f'study/{case}/{what}/{m}/{name}': size
-             for case, size in (('base', '0.001'), ('float32', '0.002'),
-                                ('window', '0.003'))
-             for what in study.WHATS for m in (8, 64)
-             for name in ('kl_median', 'kl_p99', 'max_abs_median',
-                          'max_abs_max')}
-  figures |= {f'study/base/{what}/{m}/{name}': count
-              for what in study.WHATS for m in (8, 64)
-              for name, count in (('rows', 4), ('argmax_agree', 3),
-                                  ('keys', 100), ('keys_equal', 60))}
-  for case in ('base', 'float32', 'window'):
-    figures |= {f'study/{case}/own/rows': 8, f'study/{case}/own/equal': 7}
-  config = _SMALL.to_json() | {'cases': ['base', 'float32', 'window']}
-  text = '\n'.join(findings._sentences(config, figures))
-  assert 'NOT always exact: 21 of 24 rows' in text
+  text = '\n'.join(findings.sentences(_study_of({
+      'base': (0.001,) * 3, 'float32': (0.002,) * 3, 'window': (0.003,) * 3,
+      'slots': (0.5,) * 3}, what_own=7)))
+  assert 'NOT always exact: 28 of 32 rows' in text
+  assert '9 of 12 rows' in text and '60 % have the bits' in text
   assert 'wider formats do not simply differ by less' in text
-  assert 'window buffering: the KL becomes 3.00 times' in text
-  assert '6 of 8' in text and '60 % of' in text
-  figures |= {f'fifty/bfloat16/{name}': 2 for name in (
-      'rows', 'argmax_agree', 'grafts/count', 'grafts/computed')}
-  figures |= {'fifty/bfloat16/equal': 1, 'fifty/bfloat16/kl_max': '0.5'}
-  text = '\n'.join(findings._sentences(config, figures))
-  assert '1 of 2 rows' in text and 'largest KL is 0.5' in text
+  assert 'what is stored of the window matters' in text
+  assert 'rows differ at 8, 128, 1,024.' in text
+  assert 'the physical slot matters' in text
+  assert 'only what the tail can see is stored: 3.00' in text
+
+
+def test_findings_of_large_angles_and_flatness():
+  text = '\n'.join(findings.sentences(_study_of({
+      'base': (0.01, 0.012, 0.011), 'float32': (1e-8,) * 3,
+      'float32_both': (1e-8, 2e-8, 9e-8)})))
+  assert 'median KL in nats of 0.01 to 0.012, flat over M (largest over' in text
+  assert '1e-08 to 9e-08, not flat over M (largest over smallest 9.0)' in text
+  assert 'large angles matter in float32, where bfloat16 hides them' in text
+  assert 'wider formats still differ, but sets the size' in text
+  none = '\n'.join(findings.sentences(_study_of({
+      'float32': (1e-8,) * 3, 'float32_both': (1e-8, 1.1e-8, 1.2e-8),
+      'base': (0.01, 0.02, 0.05)})))
+  assert 'large angles have no influence' in none
+  assert '0.01 to 0.05, not flat' in none
 
 
 def test_a_restored_bit_that_changed_fails_the_verdict(tmp_path, monkeypatch):
@@ -217,6 +258,16 @@ def test_a_machine_without_exactness_still_reports(tmp_path, monkeypatch):
 def test_settings_are_checked(changes, expected):
   with pytest.raises(errors.UsageError, match=expected):
     dataclasses.replace(_SMALL, **changes)
+
+
+def test_help_says_the_defaults():
+  text = cli_helpers.run('evidence', '--help').stdout
+  text = ' '.join(text.split())
+  settings = evidence.default_settings('gemma3-270m').to_json()
+  for name in ('parts', 'dtypes', 'cases', 'lengths', 'offsets', 'tokens',
+               'continuations', 'tail', 'schedule_tokens', 'block', 'samples'):
+    value = re.search(rf'--{name}= .*?By default (.*?)\.(?: |$)', text)[1]
+    assert value.replace(' ', '') == str(_flag(settings[name])), name
 
 
 def test_settings_survive_json():

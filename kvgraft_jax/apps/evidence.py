@@ -5,7 +5,8 @@ and at several lengths and compared with a fresh computation; one text is
 computed by every schedule; and blocks are put back at their own position and
 elsewhere, with one factor changed at a time. `kvgraft report DIR -o FILE.html`
 shows the result, `kvgraft ledger recheck DIR` derives it anew. The default
-settings take about an hour on two cores with the embedded model.
+settings take about an hour on two cores with the embedded model; tiny models
+have smaller ones.
 """
 
 import os
@@ -20,24 +21,29 @@ from kvgraft_jax.apps import flags
 EXAMPLE = '/tmp/run --model=gemma3-270m'
 POSITIONAL = ('run_dir',)
 
-_DEFAULT = ' Left out: what fits the model.'
-
+# Flag -> what it is, and its default, which is smaller for tiny models.
 _NAMES = {
-    'parts': 'What to do, of fifty, invariance and study.',
-    'dtypes': 'Of weights, operands and cache: bfloat16, float32.',
-    'cases': 'Cases of the study; float64 takes the weights of float32.',
+    'parts': ('What to do.', 'fifty,invariance,study'),
+    'dtypes': ('Of weights, operands and cache.', 'bfloat16,float32'),
+    'cases': (
+        'Cases of the study, by the factor that differs from base; float64'
+        ' takes the weights of float32.', 'base,float32,float64,float32_both,'
+        'window,float32_angles,sliding_only,global_only,half_page,small_chunk,'
+        'slots'),
 }
 _LISTS = {
-    'lengths': 'fifty: lengths at which the artifact is grafted as well.',
-    'offsets': 'study: positions by which blocks are moved; 0 is a control.',
+    'lengths': ('fifty: lengths at which the artifact is grafted as well.',
+                '8,128,1024,4096'),
+    'offsets': ('study: positions by which blocks are moved; 0 is a control.',
+                '0,8,128,1024,4096'),
 }
 _SIZES = {
-    'tokens': 'fifty: tokens that are deposited.',
-    'continuations': 'fifty: tails behind them.',
-    'tail': 'Tokens behind a length, and behind a block of the study.',
-    'schedule_tokens': 'invariance: tokens of the text.',
-    'block': 'study: tokens of a block.',
-    'samples': 'study: texts.',
+    'tokens': ('fifty: tokens that are deposited.', '4203'),
+    'continuations': ('fifty: tails behind them.', '50'),
+    'tail': ('Tokens behind a length, and behind a block of the study.', '64'),
+    'schedule_tokens': ('invariance: tokens of the text.', '700'),
+    'block': ('study: tokens of a block.', '576'),
+    'samples': ('study: texts.', '2'),
 }
 
 
@@ -46,18 +52,20 @@ def define(fv: absl_flags.FlagValues) -> None:
   absl_flags.DEFINE_string(
       'run_dir', None, 'Directory for the ledger and the store; must hold no'
       ' run.', flag_values=fv)
-  for name, what in _NAMES.items():
-    absl_flags.DEFINE_list(name, None, what + _DEFAULT, flag_values=fv)
-  for name, what in _LISTS.items():
-    absl_flags.DEFINE_list(name, None, what + _DEFAULT, flag_values=fv)
+  for name, what in {**_NAMES, **_LISTS}.items():
+    absl_flags.DEFINE_list(name, None, _help(*what), flag_values=fv)
   for name, what in _SIZES.items():
     absl_flags.DEFINE_integer(
-        name, None, what + _DEFAULT, lower_bound=1, flag_values=fv)
+        name, None, _help(*what), lower_bound=1, flag_values=fv)
   absl_flags.DEFINE_string(
       'text_file', None, 'UTF-8 text; the ledger has its hash alone. By default'
       ' the document that comes with the package.', flag_values=fv)
   flags.model(fv, one_dtype=False)
 
+
+
+def _help(what: str, default: str) -> str:
+  return f'{what} By default {default}.'
 
 
 def run(args: Any) -> tuple[int, dict[str, Any]]:

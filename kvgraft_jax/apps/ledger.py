@@ -66,6 +66,12 @@ def define(fv: absl_flags.FlagValues) -> None:
 def run(args: Any) -> tuple[int, dict[str, Any]]:
   """Runs an action; returns exit code and JSON."""
   flags.require(args, 'action')
+  for name in ('other', 'head', 'full', 'out', 'sha256', 'run_dir', 'model',
+               'threads'):
+    value = getattr(args, name)
+    if value not in (None, False) and name not in _TAKES[args.action]:
+      raise errors.UsageError(
+          f'{args.action} takes no --{name}, found {value!r:.80}; remove it')
   return ACTIONS[args.action](args)
 
 
@@ -174,6 +180,13 @@ ACTIONS: dict[str, Callable[[Any], tuple[int, dict[str, Any]]]] = {
     'preregister': _preregister,
     'replay': _replay,
     'diff': _diff,
+}
+# What each takes besides `dir`.
+_TAKES = {
+    'recheck': ('head', 'full'),
+    'preregister': ('out',),
+    'replay': ('sha256', 'run_dir', 'model', 'threads'),
+    'diff': ('other',),
 }
 
 
