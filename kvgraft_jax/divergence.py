@@ -22,8 +22,9 @@ import numpy as np
 from kvgraft_jax import artifact as artifact_lib
 from kvgraft_jax import errors
 from kvgraft_jax import ledger as ledger_lib
+from kvgraft_jax import registration
 from kvgraft_jax import results
-from kvgraft_jax import store as store_lib
+from kvgraft_jax import run_stores
 
 _FLOATS = {'bfloat16': ml_dtypes.bfloat16, 'float32': np.float32}
 
@@ -34,8 +35,8 @@ class Divergence:
 
   Attributes:
     what: 'input', 'config', 'model', 'tokenizer', 'template', 'profile',
-      'class', 'tokens', 'K', 'V', 'logits', 'artifact', 'digest', 'output',
-      'score', or 'missing' for what only one of them has.
+      'class', 'tokens', 'K', 'V', 'logits', 'artifact', 'compare', 'digest',
+      'output', 'score', or 'missing' for what only one of them has.
     where: names and integers that say the place; of K and V the size as well.
     a: what the first run has.
     b: what the second run has.
@@ -84,6 +85,20 @@ class Explanation:
     """The first divergence of all, None if the runs agree."""
     return self.divergences[0] if self.divergences else None
 
+  @property
+  def results_equal(self) -> bool:
+    """Whether every hash and score of one is there, and equal, in the other."""
+    return all(c['equal'] == sum(c.values()) for c in self.counts.values())
+
+  def __str__(self) -> str:
+    counted = [c for kind, c in self.counts.items()
+               if kind not in registration.NO_HASH]
+    differing = {d.what for d in self.divergences}
+    return (f'results: {sum(c["equal"] for c in counted)} of'
+            f' {sum(sum(c.values()) for c in counted)} equal'
+            + '; settings differ' * ('config' in differing)
+            + '; numerics differ' * bool({'profile', 'class'} & differing))
+
 
 def explain(
     a: str | os.PathLike[str], b: str | os.PathLike[str]
@@ -101,7 +116,7 @@ def explain(
   runs = _Run(a), _Run(b)
   stages: tuple[Callable[[_Run, _Run], Iterator[Divergence]], ...] = (
       _inputs, _config, _fingerprints, _tokens, _keys_and_values, _logits,
-      _rest, _missing)
+      _figures, _rest, _missing)
   return Explanation(
       [d for stage in stages for d in stage(*runs)],
       results.count(runs[0].results, runs[1].results))
@@ -155,9 +170,23 @@ def _simple(
 
 
 def _config(a: _Run, b: _Run) -> Iterator[Divergence]:
-  found = results.differences(_flat(a.run.get('config', {})),
-                      _flat(b.run.get('config', {})))
-  yield from _named('config', {}, found)
+  configs = [_flat(run.run.get('config', {})) for run in (a, b)]
+  yield from _named('config', {}, [
+      (name, _default(a, configs[0], name, left),
+       _default(b, configs[1], name, right))
+      for name, left, right in results.differences(*configs)])
+
+
+def _default(
+    run: _Run, config: Mapping[str, Any], name: str, shown: str
+) -> str:
+  """Returns a setting that was left to the default as 'default (16)'."""
+  if config.get(name, '') is not None:
+    return shown
+  values = dict.fromkeys(
+      str(body['profile'][name]) for body in run.kind('profile').values()
+      if name in body.get('profile', {}))
+  return f'default ({" or ".join(values)})' if values else 'default'
 
 
 def _named(
@@ -227,22 +256,14 @@ def _rows(
     run: _Run, body: Mapping[str, Any], where: Mapping[str, Any]
 ) -> tuple[np.ndarray, str]:
   """Returns bit patterns [K and V, positions, heads, dim] and their dtype."""
-  if not body.get('store'):
-    raise errors.NotFoundError(f'{run.directory}: its ledger names no store')
-  place = run.directory / body['store']
-  if not place.is_dir():
-    raise errors.NotFoundError(f'{place}: there is no store')
-  store = store_lib.Store(str(place), create=False)
-  manifest = store.find(body['artifact'])
+  store, manifest = run_stores.find(run.directory, body)
   layout = manifest.layouts.get(where['kind'])
   if layout is None or where['layer'] not in layout.layers:
     raise errors.NotFoundError(
-        f'{place}: artifact {manifest.id[:12]} has no {where["kind"]} layer'
-        f' {where["layer"]}')
-  shape = (len(layout.layers), where['stop'] - where['start'], layout.kv_heads,
-           layout.head_dim)
-  k, v = (np.empty(shape, layout.element) for _ in artifact_lib.PARTS)
-  store.read(manifest, where['kind'], where['start'], where['stop'], k, v)
+        f'{run.directory}: artifact {manifest.id[:12]} has no {where["kind"]}'
+        f' layer {where["layer"]}')
+  k, v = run_stores.read_block(
+      store, manifest, where['kind'], where['start'], where['stop'])
   row = layout.layers.index(where['layer'])
   return np.stack([k[row], v[row]]), layout.dtype
 
@@ -303,6 +324,12 @@ def _logits(a: _Run, b: _Run) -> Iterator[Divergence]:
       what, where = 'logits', {'artifact': name, 'position': x['end'] - 1}
     yield Divergence(what, where, x['artifact'], y['artifact'])
     return
+
+
+def _figures(a: _Run, b: _Run) -> Iterator[Divergence]:
+  for field in ('kl', 'max_abs'):
+    for one in _simple(a, b, 'compare', field, 'compare'):
+      yield dataclasses.replace(one, where=one.where | {'field': field})
 
 
 def _rest(a: _Run, b: _Run) -> Iterator[Divergence]:

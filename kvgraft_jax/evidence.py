@@ -199,7 +199,8 @@ def run(
     for part in settings.parts:
       evidence_parts.PARTS[part](work)
     for text in findings.sentences(ledger.lines):
-      ledger.append('note', {'role': findings.ROLE, 'text': text})
+      ledger.append('note', {'role': findings.ROLE, 'text': text,
+                             'rules': findings.VERSION})
     if before_end:
       before_end(ledger)
     ledger.append('end', {'status': 'done'})

@@ -14,10 +14,14 @@ import statistics
 from typing import Any
 
 ROLE = 'finding'
+# Raised with every change of a sentence, so that older runs are not said to be
+# wrong; a `note` without `rules` has 1.
+VERSION = 1
 # Across the offsets, largest median over smallest: below it, "flat".
 FLAT = 2.0
 # What changes with the offset is judged from so many, so far apart.
 _OFFSETS, _SPREAD = 3, 16
+_ROWS = 100  # Of fewer the 99th percentile is the maximum.
 _BITS = {'bfloat16': 8, 'float32': 24, 'float64': 53}
 _PUBLISHED = (
     'For comparison: a closed system publishes (arXiv:2607.14431, Gemma 4 12B'
@@ -42,6 +46,11 @@ def sentences(lines: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _numbers(values: Sequence[int]) -> str:
   return ', '.join(f'{v:,}' for v in values)
+
+
+def derivable(body: Mapping[str, Any]) -> bool:
+  """Tells whether a `note` body is a finding by the present sentences."""
+  return body.get('role') == ROLE and body.get('rules', 1) == VERSION
 
 
 class _Findings:
@@ -170,9 +179,12 @@ class _Findings:
         ('fresh', 'Nor is a fresh computation at M that at 0, though nothing'
          ' but the rotary positions differs: they are apart')):
       size = self.range(self.values('base', what, 'kl_median'))
+      tail = ''
+      if min(self.values('base', what, 'rows')) >= _ROWS:
+        tail = (' the 99th percentile reaches'
+                f' {max(self.values("base", what, "kl_p99")):.2g},')
       yield (
-          f'{words} by a median KL in nats of {size}; the 99th percentile'
-          f' reaches {max(self.values("base", what, "kl_p99")):.2g}, argmax'
+          f'{words} by a median KL in nats of {size};{tail} argmax'
           f' agrees in {self.total("base", what, "argmax_agree"):,} of'
           f' {self.total("base", what, "rows"):,} rows.')
     keys, equal = (self.total('base', 'moved', figure)

@@ -76,6 +76,20 @@ def read(path: Path) -> list[recheck.Line]:
   return [line for _, line in numbered]
 
 
+def checked(path: Path) -> list[recheck.Line]:
+  """Returns the lines of a run directory that passes its recheck.
+
+  Raises:
+    DamageError: naming the first problem.
+    KvgraftError: as `read` does.
+  """
+  lines = read(path)
+  found = recheck.check(path)
+  if found.problems:
+    raise _damage(pathlib.Path(path), found.problems)
+  return lines
+
+
 def _load(folder: pathlib.Path, name: str) -> bytes | None:
   """Returns a file's bytes, None if it is not there."""
   path = folder / name
@@ -91,8 +105,8 @@ def _damage(
 ) -> errors.DamageError:
   more = f' (and {len(problems) - 1} more)' if len(problems) > 1 else ''
   return errors.DamageError(
-      f'{folder}: {problems[0]}{more}; `kvgraft ledger recheck` lists all,'
-      ' restore the run from a copy')
+      f'{folder}: {problems[0]}{more}; `kvgraft ledger recheck {folder}` lists'
+      ' all, restore the run from a copy')
 
 
 def _storage(path: Path, e: OSError) -> errors.StorageError:

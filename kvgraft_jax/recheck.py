@@ -66,6 +66,9 @@ _FIELDS: dict[str, dict[str, type]] = {
                 'because': list},
     'resources': {'id': str, 'group': dict, 'seconds': str, 'energy': dict},
     'registration': {'sha256': str},
+    'expected': {'id': str, 'registration': dict},
+    'replayed': {'id': str, 'group': dict, 'equal': int, 'differing': int,
+                 'missing': int},
     'recovered': {'dropped_bytes': int, 'adopted_lines': int},
     'note': {'text': str},
     'end': {'status': str},
@@ -651,6 +654,16 @@ class _Deriver:
     value = summarise(self.lines, body['over'], body['field'], body['rule'])
     self._count('summary')
     return _differences(body, {'value': value})
+
+  def _derive_expected(self, body: Any) -> list[str]:
+    data = canonical(body['registration']) + b'\n'
+    named = [line['body'].get('sha256') for line in self.lines
+             if line['kind'] == 'registration']
+    self._count('expected')
+    found = hashlib.sha256(data).hexdigest()
+    return [] if named == [found] else [
+        f'its SHA-256 is {found}, the registration lines in front name'
+        f' {_short(named)}']
 
   def _derive_verdict(self, body: Any) -> list[str]:
     if not body['because']:

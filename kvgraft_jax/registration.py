@@ -149,15 +149,7 @@ def write(
     DamageError: if the run does not pass its recheck.
     UsageError: if it is not finished, or `path` exists.
   """
-  lines = ledger_lib.read(directory)
-  found = recheck.check(os.fspath(directory))
-  if found.problems:
-    raise errors.DamageError(
-        f'{os.fspath(directory)}: {found.problems[0]}'
-        + (f' (and {len(found.problems) - 1} problems more)'
-           if found.problems[1:] else '')
-        + '; only a run that passes `kvgraft ledger recheck` is registered')
-  data = to_bytes(of_run(lines))
+  data = to_bytes(of_run(ledger_lib.checked(directory)))
   try:
     with open(path, 'xb') as f:
       f.write(data)
@@ -218,6 +210,7 @@ def read(
       raise errors.UsageError(
           f'{where}: it has no {name}; expected a registration as `kvgraft'
           ' ledger preregister` writes it')
+  expected = results.collect(value['expected'])
   if not all(isinstance(value['model'].get(name), str) for name in (
       'source', 'fingerprint', 'tokenizer', 'template')) or not all(
           isinstance(profile, dict) and isinstance(profile.get(name), dict)
@@ -226,7 +219,7 @@ def read(
     raise errors.UsageError(
         f'{where}: its model or its profiles are not as `kvgraft ledger'
         ' preregister` writes them; get the file that was published')
-  if not any(results.collect(value['expected']).values()):
+  if not any(expected.values()):
     raise errors.UsageError(
         f'{where}: it expects nothing that a run could be held against; get'
         ' the file that was published')

@@ -16,13 +16,16 @@ import tempfile
 from typing import Any
 
 from kvgraft_jax import engine
+from kvgraft_jax import entries
 from kvgraft_jax import errors
 from kvgraft_jax import evidence
 from kvgraft_jax import ledger as ledger_lib
 from kvgraft_jax import numerics
+from kvgraft_jax import recheck
 from kvgraft_jax import registration
 from kvgraft_jax import results
 from kvgraft_jax import selftest
+from kvgraft_jax import study
 from kvgraft_jax.checkpoints import resolve
 
 Lines = Sequence[Mapping[str, Any]]
@@ -162,12 +165,13 @@ _RUNS: dict[tuple[str, str], list[dict[str, Any]]] = {}
 
 
 def _check_part(lines: Lines, verdict: Mapping[str, Any]) -> bool:
-  """Runs a part of an evidence run again; every hash must be as recorded."""
+  """Runs a part of an evidence run again; all must be as recorded."""
   part = verdict['checker']
   key = lines[-1]['hash'], part
   if key not in _RUNS:  # Several verdicts may rest on one part.
     _RUNS[key] = _run_part(lines, part)
   again = _RUNS[key]
+  _check_lines(lines, again, part)
   ours = _find(again, 'verdict', verdict['id'])
   for name, a, b in results.differences(
       {k: verdict[k] for k in ('ran', 'because')},
@@ -177,11 +181,10 @@ def _check_part(lines: Lines, verdict: Mapping[str, Any]) -> bool:
 
 
 def _run_part(lines: Lines, part: str) -> list[dict[str, Any]]:
-  """Returns the lines of a part run again, with every hash compared.
+  """Returns the lines of a part run again.
 
   Raises:
     ClassMismatchError: if equal bits are not promised here.
-    DamageError: naming the first hash that is not as recorded.
   """
   run = lines[0]['body']
   _check_here(run, [
@@ -190,12 +193,24 @@ def _run_part(lines: Lines, part: str) -> list[dict[str, Any]]:
       evidence.Settings.from_json(run['config']), parts=(part,))
   with tempfile.TemporaryDirectory(prefix='kvgraft-recheck-') as place:
     evidence.run(settings, place)
-    again = ledger_lib.read(place)
+    return ledger_lib.read(place)
+
+
+def _check_lines(lines: Lines, again: Lines, part: str) -> None:
+  """Compares the lines of a part run again with the recorded ones.
+
+  Raises:
+    ClassMismatchError: if equal bits are not promised here.
+    DamageError: naming the first hash, or figure, that is not as recorded.
+  """
   expected = registration.of_run(lines)
   known = {(line['kind'], line['body'].get('id')) for line in again}
   expected['expected'] = [
       entry for entry in expected['expected']
       if (entry['kind'], entry['body']['id']) in known]
+  expected['profiles'] = {
+      name: profile for name, profile in expected['profiles'].items()
+      if ('profile', name) in known}
   found = registration.compare(expected, again)
   for factor in found.factors:
     if factor.in_class:
@@ -204,15 +219,65 @@ def _run_part(lines: Lines, part: str) -> list[dict[str, Any]]:
           f' {factor.ours}; run it where they are equal', factor.name)
   if not found.ok or not found.total('equal'):
     raise errors.DamageError(f'run again, {part} shows other hashes: {found}')
-  return again
+  _check_bodies(lines, again, part)
+
+
+# Checked elsewhere, different each time, or without an id.
+_APART = ('run', 'profile', 'resources', 'registration', 'recovered', 'note',
+          'end')
+
+
+def _check_bodies(lines: Lines, again: Lines, part: str) -> None:
+  """Raises DamageError unless the lines of a part say what they say again.
+
+  Only fields that were recorded are compared: later versions write more.
+  """
+  ours = {(line['kind'], line['body']['id']): line['body'] for line in again
+          if line['kind'] not in _APART}
+  roots = {_root(name) for _, name in ours} - {''}
+  for number, line in enumerate(lines, 1):
+    body, kind = line['body'], line['kind']
+    if kind in _APART or not isinstance(body.get('id'), str):
+      continue
+    other = ours.get((kind, body['id']))
+    where = recheck.where(number, dict(line))
+    if other is None:
+      if _root(body['id']) in roots:
+        raise errors.DamageError(f'run again, {part} writes no {where}')
+      continue
+    for name, value in body.items():
+      if value != other.get(name):
+        raise errors.DamageError(
+            f'{where}: {_first(name, value, other.get(name))}')
+  recorded = {(line['kind'], line['body'].get('id')) for line in lines}
+  for kind, name in ours:
+    if kind == 'compare' and (kind, name) not in recorded:
+      raise errors.DamageError(f'there is no {kind} {name!r}, run again there'
+                               ' is')
+
+
+def _root(name: str) -> str:
+  """Returns what the ids of a part begin with, '' of an id that says none."""
+  return name.rpartition('/')[0].partition('/')[0]
+
+
+def _first(name: str, theirs: Any, ours: Any) -> str:
+  """Returns where a field first differs, and both values."""
+  if isinstance(theirs, list) and isinstance(ours, list) and (
+      len(theirs) == len(ours)):
+    at = next(i for i, (a, b) in enumerate(zip(theirs, ours)) if a != b)
+    name, theirs, ours = f'{name} of row {at}', theirs[at], ours[at]
+  return (f'{name} is {results.text(theirs):.100}, run again'
+          f' {results.text(ours):.100}')
 
 
 def _check_here(
     run: Mapping[str, Any], profiles: Sequence[Mapping[str, Any]]
 ) -> None:
   """Raises what can be known to differ before anything has run."""
-  here = numerics.environment()
   for profile in profiles:
+    plain = profile['class'].get('dtype') == study.PLAIN
+    here = entries.plain_factors() if plain else numerics.environment()
     theirs = {k: v for k, v in profile['class'].items() if k in here}
     for name, a, b in results.differences(theirs, here):
       raise errors.ClassMismatchError(

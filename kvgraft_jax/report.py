@@ -153,10 +153,14 @@ def _facts(
 def _findings(view: _Lines) -> page.Section:
   """Returns the sentences that the run recorded, each derived again."""
   title = 'What was found'
-  notes = [page.plain(body.get('text', ''))
-           for body in view.take('note', _is_finding)]
+  bodies = view.take('note', _is_finding)
+  notes = [page.plain(body.get('text', '')) for body in bodies]
   if not notes:
     return page.absent(title)
+  if not all(map(findings.derivable, bodies)):
+    return page.Section('found', title, [*map(page.Text, notes), page.Text(
+        'another version of this program wrote these sentences, and they were'
+        ' not derived again; the tables count.', 'warning')])
   try:
     derived = findings.sentences(view.all)
   except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
@@ -166,13 +170,13 @@ def _findings(view: _Lines) -> page.Section:
     blocks += [page.Text(t) for t in re.split(r'\n\s*\n', note)]
     if note not in derived:
       blocks.append(page.Text(
-          'the sentence above is not what kvgraft_jax of this page derives from'
-          ' the figures of this ledger. Judge it by the tables.', 'warning'))
-  for text in derived:
-    if text not in notes:
-      blocks += [page.Text(text), page.Text(
-          'the sentence above follows from the figures of this ledger, but the'
-          ' run did not record it.', 'warning')]
+          'the figures of this ledger do not give the text above, by the rules'
+          ' of this version; the tables count.', 'warning'))
+  missing = [text for text in derived if text not in notes]
+  if missing:
+    blocks += [page.Text(
+        'the figures give what follows as well, which the run did not record.',
+        'warning'), *map(page.Text, missing)]
   return page.Section('found', title, blocks)
 
 
@@ -341,7 +345,7 @@ def _others(
         [[page.plain(b.get('id')), page.plain(b.get('value')),
           page.plain(b.get('unit', '')), page.plain(b.get('rule')),
           page.plain(page.mapping(b.get('over')).get('kind')),
-          page.pairs(page.mapping(b.get('over')).get('where')),
+          _where(page.mapping(b.get('over')).get('where')),
           page.plain(b.get('field'))] for b in summaries], [1])]))
   for (kind, part), bodies in view.rest().items():
     flat = [page.flat(body) for body in bodies[:_ROWS]]
@@ -363,6 +367,11 @@ def _others(
   if not blocks:
     return page.absent('Further lines')
   return page.Section('others', 'Further lines', blocks)
+
+
+def _where(value: Any) -> str:
+  return ', '.join(page.plain(entry) for entry in page.pairs(value).entries
+                   if isinstance(entry, str))
 
 
 def _field(value: Any) -> str | page.Cell:

@@ -101,7 +101,7 @@ def _profiles(bodies: Sequence[Mapping[str, Any]]) -> page.Blocks:
           [[name, *(page.Cell('code', page.plain(b.get(f'{which}_fingerprint')))
                     for which in ('profile', 'class'))]
            for name, b in profiles.items()]),
-      page.Fold(f'Factors of the profiles: {page.count(len(factors), "factor")}',
+      page.Fold(f'Factors of the profiles: {len(factors):,}',
                 [page.Table(
                     'Everything that may fix the bits. † proved irrelevant by'
                     ' the self-test: in the profile, not in the class.',

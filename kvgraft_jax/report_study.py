@@ -32,6 +32,7 @@ _COLUMNS = {
 }
 # Counts, and what they are counts of.
 _OF = {'equal': 'rows', 'argmax_agree': 'rows', 'keys_equal': 'keys'}
+_BASE = 'base'
 _INEXACT = ('fresh', 'moved')
 _TITLES = {'fresh': 'fresh at M against fresh at 0',
            'moved': 'moved by M against fresh at M'}
@@ -138,11 +139,15 @@ def section(
   blocks += _rounding(study)
   for what in study.whats:
     blocks.append(page.Text(what.capitalize(), 'heading'))
-    if what in _INEXACT:
-      blocks.append(_table(study, what))
-    else:
-      blocks += [page.Text(_totals(study, what)),
-                 page.Fold('Each case and offset', [_table(study, what)])]
+    shown = [c for c in study.cases if c == _BASE and what in _INEXACT]
+    folded = [c for c in study.cases if c not in shown and study.of(c, what)]
+    blocks.append(page.Text(_totals(study, what)))
+    if shown:
+      blocks.append(_table(study, what, shown))
+    if folded:
+      blocks.append(page.Fold(
+          f'{what}: {page.count(len(folded), "case")}',
+          [_table(study, what, folded)]))
   return page.Section('study', _TITLE, blocks), study.used
 
 
@@ -153,13 +158,15 @@ def _totals(study: _Study, what: str) -> str:
            if {'equal', 'rows'} <= values.keys()]
   equal, rows = (sum(page.whole(values[name]) for values in found)
                  for name in ('equal', 'rows'))
-  return (f'{_ABOUT.get(what, "compared at offset M")}: rows with equal SHA-256'
-          f' in all cases and at all offsets: {equal:,} of {rows:,}.')
+  return ('Rows with equal SHA-256, all cases and offsets together:'
+          f' {equal:,} of {rows:,}.')
 
 
-def _table(study: _Study, what: str) -> page.Table:
+def _table(
+    study: _Study, what: str, cases: Sequence[str],
+) -> page.Table:
   """Returns every figure of a comparison, one row a case and offset."""
-  entries = [(case, m, values) for case in study.cases
+  entries = [(case, m, values) for case in cases
              for m, values in study.of(case, what).items()]
   present = dict.fromkeys(s for _, _, values in entries for s in values)
   columns = [s for s in _COLUMNS if s in present] + [
@@ -183,7 +190,7 @@ def _table(study: _Study, what: str) -> page.Table:
 
 def _overview(study: _Study) -> page.Blocks:
   """Returns plots of all cases for each comparison that is not exact."""
-  figures = []
+  figures: dict[str, list[page.Figure]] = {}
   for what in _INEXACT:
     dtypes: dict[str, dict[str, dict[int, float]]] = {}
     for case in study.cases:
@@ -197,7 +204,7 @@ def _overview(study: _Study) -> page.Blocks:
     for cases, name, words in chosen:
       each = '; '.join(f'{c}: {_range(p)}'
                        for found in cases.values() for c, p in found.items())
-      figures.append(page.Figure(
+      figures.setdefault(name, []).append(page.Figure(
           report_plots.overview(
               f'{_TITLES[what]}\n{words}', cases, f'{name}-{what}'),
           f'KL of a row, median over rows, in nats, one row a case, {what},'
@@ -206,7 +213,8 @@ def _overview(study: _Study) -> page.Blocks:
           ' offset. The grey band is 0: every bit equal.'))
   if not figures:
     return []
-  return [page.Text('All cases', 'heading'), page.Figures(figures)]
+  return [page.Text('All cases', 'heading'),
+          *map(page.Figures, figures.values())]
 
 
 def _range(points: Mapping[int, float]) -> str:
@@ -231,7 +239,7 @@ def _by_case(study: _Study) -> page.Blocks:
           series[what, name] = points
     if not series:
       continue
-    base = {} if case == 'base' else study.points('base', 'moved', 'kl_median')
+    base = {} if case == _BASE else study.points(_BASE, 'moved', 'kl_median')
     caption = f'{case}: KL of a row against the offset'
     caption += '; dotted grey: base, moved, median.' if base else '.'
     figures.append(page.Figure(
@@ -246,9 +254,9 @@ def _by_case(study: _Study) -> page.Blocks:
   return [
       page.Text('KL against the offset', 'heading'),
       page.Text('Filled markers are medians, or maxima where no median is in'
-                ' the ledger; hollow ones are the 99th percentile. Zero has no'
-                ' place on a logarithmic axis: the grey band below it holds'
-                ' what is exactly 0. Each plot has its own range.'),
+                ' the ledger; hollow ones, if any, are p99. Zero has no place'
+                ' on a logarithmic axis: the grey band below it holds what is'
+                ' exactly 0. Each plot has its own range.'),
       page.Figures(figures)]
 
 
@@ -267,7 +275,7 @@ def _rounding(study: _Study) -> page.Blocks:
        'Largest logit difference of a row, maximum over rows',
        'largest logit difference of a row,\nmaximum over rows (logits)'),
       ('kl_median', 2, 'KL of a row, median over rows',
-       'KL of a row, median over rows (nats)')):
+       'KL of a row,\nmedian over rows (nats)')):
     series: dict[str, dict[str, list[float]]] = {}
     for what in _INEXACT:
       for dtype in dtypes:

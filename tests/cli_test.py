@@ -98,9 +98,24 @@ def test_help_names_every_command_and_its_flags():
   assert call('--version').stdout.strip()
 
 
+@pytest.mark.parametrize('action, own, other', [
+    ('recheck', '--head=', '--out='), ('preregister', '--out=', '--head='),
+    ('replay', '--run_dir=', '--other='), ('diff', '--other=', '--run_dir='),
+])
+def test_each_action_has_a_help_of_its_own(action, own, other):
+  text = call('ledger', action, '--help').stdout
+  assert f'usage: kvgraft ledger {action} DIR' in text
+  assert f'\n  kvgraft ledger {action} ' in text
+  assert own in text and other not in text and '--action' not in text
+  assert all(len(line) <= 80 for line in text.splitlines())
+  assert ('takes as long as the run' in text) == (action == 'recheck')
+
+
 @pytest.mark.parametrize('argv, message', [
     ([], 'no command was given'),
-    (['grafft'], 'did you mean graft?'),
+    (['grafft'], 'did you mean `kvgraft graft`?'),
+    (['replay'], 'did you mean `kvgraft ledger replay`?'),
+    (['rechek', 'runs/x'], 'did you mean `kvgraft ledger recheck`?'),
     (['xyz'], 'kvgraft --help'),
 ])
 def test_an_unknown_command_is_usage(argv, message):

@@ -9,6 +9,8 @@ import command_helpers
 from kvgraft_jax import config as config_lib
 from kvgraft_jax import divergence
 from kvgraft_jax import errors
+from kvgraft_jax import ledger as ledger_lib
+from kvgraft_jax import run_stores
 import model_helpers
 import run_helpers
 
@@ -245,11 +247,94 @@ def test_what_is_no_run_is_refused(good, tmp_path):
     divergence.explain(good[1], tmp_path)
 
 
-def test_the_command(good, faulty):
+def test_damage_in_a_store_is_found_by_reading_it(good, other, tmp_path):
+  lines, directory = other
+  run_helpers.write(directory, lines)
+  written = ledger_lib.read(directory)
+  found = run_stores.check(directory, written)
+  assert (found.blocks, found.unread, found.problems) == (2 * 5, [], [])
+  path = next(directory.glob('store/a/*/*/global/c.*'))
+  data = bytearray(path.read_bytes())
+  data[-8] ^= 1
+  path.write_bytes(data)
+  found = run_stores.check(directory, written)
+  assert found.blocks < 10 and found.problems
+  assert all('artifact "context"' in p for p in found.problems)
+  result = command_helpers.call('ledger', 'recheck', directory, '--full')
+  assert result.rc == 1 and result.json['blocks_read'] == found.blocks
+  assert result.json['problem_list'] == found.problems
+  assert result.stdout.splitlines()[-2].startswith('FAILED: ')
+  # The ledgers agree, and that is all that is said.
+  text = command_helpers.call('ledger', 'diff', good[1], directory).stdout
+  assert 'no store was read' in text and '--full` reads them' in text
+  next(directory.glob('store/a/*/*/tokens')).write_bytes(b'')
+  assert 'tokens are lost' in run_stores.check(directory, written).problems[0]
+  run_helpers.body(lines, 'artifact')['digests'][0]['parts'][0][2] = '0' * 64
+  third = run_helpers.write(tmp_path / 'third', lines)
+  result = command_helpers.call('ledger', 'recheck', third, '--full')
+  assert result.rc == 0 and result.json['stores_missing'] == 1
+  assert 'not read: line 4 (n 3), artifact "context"' in result.stdout
+  shutil.copytree(good[1] / 'store', third / 'store')
+  found, = run_stores.check(third, ledger_lib.read(third)).problems
+  assert 'its digests are not those' in found
+
+
+def test_a_default_is_told(good, other):
+  lines, directory = other
+  mine = json.loads(json.dumps(good[0]))
+  for run, page in ((mine, None), (lines, 32)):
+    run_helpers.body(run, 'run')['config'] = {'page': page}
+  page = run_helpers.body(lines, 'profile')['profile']['page']
+  first, = divergence.explain(
+      run_helpers.write(directory / 'a', mine),
+      run_helpers.write(directory / 'b', lines)).divergences
+  assert (first.a, first.b) == (f'default ({page})', '32')
+
+
+def test_figures_that_differ(good, other):
+  lines, directory = other
+  mine = json.loads(json.dumps(good[0]))
+  for run, kl in ((mine, '0.25'), (lines, '0.5')):
+    logits = run_helpers.body(run, 'logits')
+    run[-1:-1] = [
+        ('logits', logits | {'id': 'more', 'sha256': ['12' * 32]}),
+        ('compare', {
+            'id': 'c', 'a': 'last', 'b': 'more', 'group': {}, 'rows': 1,
+            'equal': 0, 'argmax_agree': 1, 'kl': [kl], 'max_abs': ['1.0']})]
+  found = divergence.explain(
+      run_helpers.write(directory / 'a', mine),
+      run_helpers.write(directory / 'b', lines))
+  assert found.results_equal and found.first.what == 'compare'
+  assert (found.first.where, found.first.b) == (
+      {'id': 'c', 'field': 'kl'}, '["0.5"]')
+
+
+def test_a_ledger_with_problems_is_refused(good, other):
+  lines, directory = other
+  run_helpers.body(lines, 'score')['value'] = False
+  run_helpers.write(directory, lines)
+  for args in (('diff', good[1], directory), ('diff', directory, good[1]),
+               ('preregister', directory, f'--out={directory}/r.json')):
+    line = command_helpers.refusal(1, 'ledger', *args)
+    assert 'value is false, re-derived true' in line
+    assert f'`kvgraft ledger recheck {directory}`' in line
+
+
+def test_the_command(good, faulty, other):
   same = command_helpers.ok('ledger', 'diff', good[1], good[1])
   assert same['equal'] is True and same['first'] is None
+  assert same['results_equal'] is True
+  lines, directory = other
+  run_helpers.body(lines, 'run')['config'] = {'seed': 3}
+  run_helpers.write(directory, lines)
+  result = command_helpers.call('ledger', 'diff', good[1], directory)
+  assert (result.json['equal'], result.json['results_equal']) == (False, True)
+  count = sum(c['equal'] for k, c in same['counts'].items() if k != 'argmax')
+  assert result.stdout.splitlines()[-2] == (
+      f'results: {count} of {count} equal; settings differ')
   result = command_helpers.call('ledger', 'diff', good[1], faulty)
   assert result.rc == 1 and result.json['equal'] is False
+  assert result.json['results_equal'] is False
   first = result.json['first']
   assert first['what'] == 'K'
   assert (first['where']['layer'], first['where']['position']) == (2, 30)

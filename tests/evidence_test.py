@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -250,6 +252,8 @@ def test_a_machine_without_exactness_still_reports(tmp_path, monkeypatch):
     ({'cases': ('bas',)}, "cases: .*found 'bas'"),
     ({'lengths': (0,)}, 'lengths: expected 1 to 70'),
     ({'lengths': (71,)}, 'lengths: expected 1 to 70.*found 71'),
+    ({'lengths': (9, 9)}, 'lengths: expected different numbers, found 9, 9'),
+    ({'offsets': (8, 0, 8)}, 'offsets: expected different numbers'),
     ({'offsets': ()}, 'offsets: .*found none'),
     ({'offsets': (-1, 8)}, 'offsets: .*found -1, 8'),
     ({'continuations': 0}, 'continuations: expected at least 1'),
@@ -275,8 +279,16 @@ def test_settings_survive_json():
   assert evidence.Settings.from_json(value) == _SMALL
   with pytest.raises(errors.UsageError, match='other ones: more'):
     evidence.Settings.from_json(value | {'more': 1})
-  with pytest.raises(errors.UsageError, match='take them from a run'):
-    evidence.Settings.from_json(value | {'tokens': 'many'})
+  for change, message in (
+      ({'tokens': 'many'}, "tokens is 'many', expected int;"),
+      ({'tokens': True}, 'tokens is True, expected int;'),
+      ({'model': 7}, 'model is 7, expected str;'),
+      ({'chunk': 'x'}, r"chunk is 'x', expected int \| None"),
+      ({'text_file': 7}, r'text_file is 7, expected str \| None'),
+      ({'offsets': 8}, 'offsets is 8, expected'),
+      ({'cases': ['base', 1]}, 'cases is .*, expected')):
+    with pytest.raises(errors.UsageError, match=message):
+      evidence.Settings.from_json(value | change)
 
 
 @pytest.mark.parametrize('flags,code,expected', [
@@ -296,8 +308,54 @@ def test_bad_input_leaves_nothing(tmp_path, flags, code, expected):
   assert not path.exists()
 
 
+def test_a_text_is_a_regular_file(tmp_path):
+  pipe = tmp_path / 'pipe'
+  os.mkfifo(pipe)  # Nobody writes: reading it would wait forever.
+  settings = dataclasses.replace(_SMALL, text_file=str(pipe))
+  with pytest.raises(errors.UsageError, match='no regular file'):
+    evidence.run(settings, tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+
+
+def test_a_case_that_does_not_fit_the_chunk_is_left_out(tmp_path):
+  settings = dataclasses.replace(
+      _SMALL, parts=('study',), cases=('base', 'small_chunk'), chunk=8, tile=4,
+      page=16, offsets=(8,), tail=2)
+  lines = ledger_lib.read(evidence.run(settings, tmp_path / 'run'))
+  assert any('small_chunk was left out: chunk' in line['body'].get('text', '')
+             for line in lines)
+  assert {b['group']['case'] for b in _bodies(lines, 'compare')} == {'base'}
+  assert lines[-1]['kind'] == 'end'
+
+
 def test_a_directory_with_a_run_is_refused(folder):
   before = (folder / 'ledger.jsonl').read_bytes()
   with pytest.raises(errors.UsageError, match='there is a run already'):
     evidence.run(_SMALL, folder)
   assert (folder / 'ledger.jsonl').read_bytes() == before
+
+
+def _kinds():
+  """Returns kind -> names of fields that LEDGER.md gives it."""
+  path = pathlib.Path(recheck.__file__).parent / 'LEDGER.md'
+  text = path.read_text(encoding='utf-8').split('## 3. Kinds')[1]
+  rows = [row.split(' | ') for row in text.split('## 4.')[0].splitlines()
+          if row.startswith('| `')]
+  return {row[0].strip('| `'): set(re.findall('`([a-z0-9_]+)`', row[1]))
+          for row in rows}
+
+
+def test_ledger_md_names_every_kind_and_its_fields(lines):
+  told = _kinds()
+  for kind, fields in recheck._FIELDS.items():
+    assert set(fields) <= told[kind], kind
+  written = {kind: set() for kind in told}
+  for line in lines:
+    written[line['kind']] |= set(line['body'])
+  free = {'resources', 'case'}  # More in the text below; the factors.
+  for kind in set(written) - free:
+    assert written[kind] <= told[kind], kind
+  assert {kind for kind in written if written[kind]} == set(told) - {
+      'registration', 'expected', 'replayed', 'recovered'}
+  text = (pathlib.Path(recheck.__file__).parent / 'LEDGER.md').read_text()
+  assert all(f'`{name}`' in text for name in written['resources'])

@@ -17,11 +17,11 @@ TIERS = (
     ('config', 'chat', 'tokenizer', 'rope', 'numerics', 'memory'),
     ('cache', 'layers', 'experts', 'attention'),
     ('model', 'reference', 'sharding', 'checkpoints.*', 'nn', 'artifact',
-     'ledger', 'results', 'registration', 'resources'),
+     'ledger', 'findings', 'results', 'registration', 'resources'),
     ('store', 'sampling', 'programs', 'selftest', 'recorder', 'decode',
      'engine'),
     ('grafting', 'verification', 'measure', 'plan', 'study', 'schedules',
-     'entries', 'evidence_parts', 'evidence', 'divergence',
+     'entries', 'evidence_parts', 'evidence', 'run_stores', 'divergence',
      'replay', 'report_page', 'report_plots', 'report_setup', 'report_study',
      'report_verdicts',
      'report', 'paging', 'checkers', 'library', 'flywheel'),
@@ -32,7 +32,7 @@ TIERS = (
 # Neither these nor what they import may import jax.
 WITHOUT_JAX = (
     'errors', 'hashing', 'paths', 'artifact', 'recheck', 'ledger',
-    'registration', 'report')
+    'findings', 'registration', 'report')
 JAX = ('jax', 'jaxlib', 'flax')
 
 # What may be imported at the top of a module; all else where it is used.

@@ -99,7 +99,7 @@ def test_figures_are_those_that_a_recheck_derives(run):
         call_()
     assert files(run) == before
   result = recheck.check(run)
-  assert result.problems == [] and result.not_rederivable == 1
+  assert result.problems == [] and len(result.not_rederivable) == 1
   assert result.rederived == {'summary': 2, 'verdict': 2}
 
 
@@ -451,7 +451,13 @@ def test_the_command_says_what_the_file_says(run):
   assert got.rc == 1 and got.stderr == ''
   assert got.stdout.startswith('line 3 (n 2), note: its hash is')
   assert got.json['problems'] == 1 and not got.json['ok']
-  assert call('ledger', 'recheck', run.parent / 'none').rc == 1
+  last = got.stdout.splitlines()[-2]
+  assert last == 'FAILED: 1 problem'
+  (run.parent / 'empty').mkdir()
+  for name, message in (('none', 'is no directory'), ('empty', 'holds no')):
+    assert message in refusal(2, 'ledger', 'recheck', run.parent / name)
+  (run / 'ledger.jsonl').unlink()  # Its head is there: damage, not a mistake.
+  assert call('ledger', 'recheck', run).rc == 1
 
 
 def test_the_command_s_arguments(run, tmp_path):
@@ -463,6 +469,10 @@ def test_the_command_s_arguments(run, tmp_path):
       (['recheck', run, '--action=recheck'], 'were given; give one of them'),
       (['recheck', run, '--dir=x'], "argument '"),
       (['recheck', *[run] * len(ledger_app.POSITIONAL)], 'unexpected argument'),
+      (['recheck', run, run], 'recheck takes no --other'),
+      (['recheck', run, '--out=x'], "recheck takes no --out, found 'x'"),
+      (['diff', run, run, '--full'], 'diff takes no --full'),
+      (['preregister', run, '--model=x'], 'preregister takes no --model'),
       (['recheck', run, '--ful'], "'ful'. Did you mean: full"),
   ]:
     assert message in refusal(2, 'ledger', *args), args

@@ -116,7 +116,7 @@ def test_a_whole_ledger_agrees(run):
   assert result.head == json.loads((run / 'head.json').read_text())['head']
   assert result.rederived == {
       'input': 1, 'compare': 1, 'score': 3, 'summary': 3, 'verdict': 1}
-  assert result.not_rederivable == 1
+  assert (result.not_rederivable, result.texts) == (['unfounded'], 0)
   assert problems(run, result.head) == []
 
 
@@ -301,6 +301,9 @@ BAD_ROWS = {
     'missing key': (b'{"body":{}}', 'expected an object with the keys'),
     'body': (row_of([]), 'body is [], expected an object'),
     'kind': (row_of({}, kind=['x']), 'kind is ["x"], expected a string'),
+    'kind that looks like another': (
+        row_of({}, kind='\u0441ompare'), 'kind is "\\u0441ompare", expected'
+        ' lower-case letters'),
     'n is true': (row_of({}, n=True), 'n is true, expected an integer'),
     'negative n': (row_of({}, n=-1), 'n is -1, expected a small number'),
     'prev': (row_of({}, prev=None), 'prev is null, expected a string'),
@@ -370,6 +373,7 @@ def replaced(tmp_path, *lines):
 
 
 A, B = BODIES[2], BODIES[3]
+REGISTRATION = hashlib.sha256(b'{"format":1}\n').hexdigest()
 
 
 @pytest.mark.parametrize('lines, place, message', [
@@ -401,6 +405,18 @@ A, B = BODIES[2], BODIES[3]
     ([('logits', {'id': 'a'}), B, compare()], 4,
      'logits line "a" is malformed'),
     ([logits('a', ['11'], [1, 2])], 2, 'differ in length'),
+    ([logits('a', ['11', None], [1, 2])], 2, 'sha256 has null, expected a'),
+    ([logits('a', ['11'], ['1'])], 2, 'argmax has "1", expected an integer'),
+    ([A[:1] + (A[1] | {'rows': [0, 1, 1]},)], 2, 'rows do not ascend'),
+    ([A[:1] + (A[1] | {'tokens_computed': -3},)], 2,
+     'tokens_computed is -3, expected 0 or more'),
+    ([A, B, compare(b='a')], 4, 'a and b are one logits line, "a"'),
+    ([A, B[:1] + (B[1] | {'rows': [5, 6, 7]},), compare()], 4,
+     'a and b have rows of other positions'),
+    ([A, B, compare(kl=['0.0', '-0.25', '1e-07'])], 4,
+     'row 1: kl "-0.25" or max_abs "0.5" is negative'),
+    ([A, B, compare(max_abs=['0.0', '-0.5', '0.125'])], 4,
+     'row 1: kl "0.25" or max_abs "-0.5" is negative'),
     ([A, A], 3, 'its id occurs twice'),
     ([score('s', 'equal', 'a', 'b', True)], 2,
      'score "s": value is true, re-derived false'),
@@ -450,6 +466,16 @@ A, B = BODIES[2], BODIES[3]
      'op "~" is unknown'),
     ([summary('s', 'x', '', 'count', 0), verdict('v', True, ('s', '<', 'a'))],
      3, '"a" is no number'),
+    ([('registration', {'sha256': REGISTRATION}),
+      ('expected', {'id': 'replay', 'registration': {'format': 1}})], None,
+     ''),
+    ([('registration', {'sha256': REGISTRATION}),
+      ('expected', {'id': 'replay', 'registration': {'format': 2}})], 3,
+     'expected "replay": its SHA-256 is '),
+    ([('expected', {'id': 'replay', 'registration': {'format': 1}})], 2,
+     f'its SHA-256 is {REGISTRATION}, the registration lines in front name []'),
+    ([('replayed', {'id': 'logits', 'group': {}, 'equal': 3, 'differing': -1,
+                    'missing': 1})], 2, 'differing is -1, expected 0 or more'),
     ([verdict('v', True, ('s', []))], 2, 'because has'),
     ([verdict('v', True, (['s'], '==', 0))], 2, 'because has'),
     ([('end', {})], 2, 'status is missing'),
@@ -657,7 +683,8 @@ def test_it_runs_alone(run, tmp_path):
       'ok': True, 'lines': 15, 'head': recheck.check(run).head,
       'rederived': {'input': 1, 'compare': 1, 'score': 3, 'summary': 3,
                     'verdict': 1},
-      'not_rederivable': 1, 'problems': 0, 'problem_list': []}
+      'not_rederivable': ['unfounded'], 'texts': 0, 'problems': 0,
+      'problem_list': []}
   assert standalone(run).stdout == done.stdout
   # Without -I its folder comes first in the path: no module there may disturb.
   plain = subprocess.run([sys.executable, FILE, run], capture_output=True,
@@ -672,6 +699,20 @@ def test_its_syntax_is_that_of_python_3_9():
   assert imported <= sys.stdlib_module_names
 
 
+def test_it_says_what_it_cannot_derive(tmp_path):
+  texts = [('note', {'text': str(i)}) for i in range(2)]
+  for more, expected in (([], '1 line, head'), (texts[:1], '1 note'),
+                         (texts, '2 notes'),
+                         ([verdict('a', True), verdict('b', False)],
+                          '--full` can check: a, b')):
+    lines, _ = recheck.report(recheck.check(forge(tmp_path, [RUN, *more])))
+    assert any(expected in line for line in lines), lines
+    assert lines[-1] == 'everything that can be derived agrees'
+  edited(tmp_path, lambda rows: rows.append(b'x\n'))
+  lines, _ = recheck.report(recheck.check(tmp_path))
+  assert lines[-1] == 'FAILED: 2 problems'
+
+
 def test_its_exit_codes_and_output(run):
   head = recheck.check(run).head
   assert standalone(run, f'--head={head}').returncode == 0
@@ -682,6 +723,10 @@ def test_its_exit_codes_and_output(run):
     done = standalone(*args)
     assert done.returncode == 2 and done.stdout == ''
     assert len(done.stderr.splitlines()) == 1
+  for path in (run / 'none', run.parent):
+    done = standalone(path)
+    assert done.returncode == 2 and done.stdout == ''
+    assert len(done.stderr.splitlines()) == 1
   # More problems than the object lists, in a locale that knows ASCII only.
   edited(run, lambda rows: rows.extend([b'\xff\n'] * 150))
   done = standalone(run, env={'LC_ALL': 'C', 'PYTHONCOERCECLOCALE': '0'})
@@ -689,7 +734,7 @@ def test_its_exit_codes_and_output(run):
   result = json.loads(last)
   assert done.returncode == 1 and not result['ok']
   assert result['problems'] == 151 and len(result['problem_list']) == 100
-  assert lines[:100] == result['problem_list'] and len(lines) == 151 + 3
+  assert lines[:100] == result['problem_list'] and len(lines) == 151 + 4
   with open('/dev/full', 'w') as full:
     done = subprocess.run(
         [sys.executable, '-I', '-S', FILE, run], stdout=full, text=True,

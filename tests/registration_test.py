@@ -1,7 +1,9 @@
 """Registrations of finished runs, and comparisons with them."""
 
+import copy
 import hashlib
 import json
+import os
 import shutil
 
 import pytest
@@ -81,7 +83,7 @@ def test_it_is_written_once_and_read_by_its_hash(good, registered, tmp_path):
 
 
 @pytest.mark.parametrize('data, message', [
-    (None, 'no such file'),
+    (None, 'No such file'),
     (b'', 'expected a registration'),
     (b'\xff\xfe', 'expected a registration'),
     (b'[' * 100_000, 'expected a registration'),
@@ -101,6 +103,34 @@ def test_what_is_no_registration_is_refused(tmp_path, data, message):
     path.write_bytes(data)
   with pytest.raises(errors.UsageError, match=message):
     registration.read(path)
+
+
+@pytest.mark.parametrize('change,message', [
+    (lambda value: value.update(expected=[]), 'it expects nothing'),
+    (lambda value: value['model'].pop('fingerprint'), 'its model or'),
+    (lambda value: value['model'].update(tokenizer=7), 'its model or'),
+    (lambda value: value.update(profiles={'bfloat16': 3}), 'or its profiles'),
+    (lambda value: value.update(profiles={'bfloat16': {}}), 'or its profiles'),
+])
+def test_a_registration_changed_by_hand_is_refused(
+    registered, tmp_path, change, message):
+  value = copy.deepcopy(registered)
+  change(value)
+  path = tmp_path / 'r.json'
+  path.write_bytes(registration.to_bytes(value))
+  with pytest.raises(errors.UsageError, match=message):
+    registration.read(path)
+
+
+def test_a_pipe_is_no_registration(tmp_path):
+  os.mkfifo(tmp_path / 'r.json')
+  with pytest.raises(errors.UsageError, match='no regular file'):
+    registration.read(tmp_path / 'r.json')
+
+
+def test_without_profiles_nothing_is_promised(registered, lines, tmp_path):
+  found = _compare(registered | {'profiles': {}}, lines, tmp_path)
+  assert found.ok and not found.class_equal
 
 
 def test_an_unfinished_run_is_refused(lines, tmp_path):

@@ -212,3 +212,90 @@ def test_checkers_do_not_run_under_other_numerics(run_dir, checker):
   lines[-1]['hash'] = 'yet another ledger'
   with pytest.raises(errors.ClassMismatchError, match='jaxlib'):
     replay.CHECKERS[checker](lines, _verdict(lines, checker))
+
+
+# A study of two cases, one on the plain forward.
+
+
+@pytest.fixture(scope='module')
+def study_dir(tmp_path_factory):
+  return evidence.run(evidence.default_settings(
+      'tiny:0', parts=('study',), dtypes=('bfloat16',), tokens=40, lengths=(8,),
+      tail=2, schedule_tokens=32, block=16, samples=1, offsets=(0, 8),
+      cases=('base', 'float64')), tmp_path_factory.mktemp('study') / 'run')
+
+
+def _rewritten(lines, directory, change):
+  """Writes lines that `change` was called with, their figures derived again."""
+  with ledger_lib.Ledger(directory, create=True) as ledger:
+    for line in json.loads(json.dumps(lines)):
+      kind, body = line['kind'], line['body']
+      change(kind, body)
+      if kind == 'summary':
+        ledger.summary(body['id'], body['over'], body['field'], body['rule'],
+                       body.get('unit'))
+      elif kind != 'note':
+        ledger.append(kind, body)
+  return ledger_lib.read(directory)
+
+
+def _forge(kind, body):
+  if kind == 'compare':
+    body['kl'] = [x if x == '0.0' else '0.015' for x in body['kl']]
+
+
+def test_a_forged_figure_passes_until_it_is_run_again(study_dir, tmp_path):
+  lines = ledger_lib.read(study_dir)
+  verdict = _verdict(lines, 'study')
+  check = replay.CHECKERS['study']
+  assert check(lines, verdict)  # On float64 too.
+  body = next(x['body'] for x in lines if x['kind'] == 'compare'
+              and set(x['body']['kl']) != {'0.0'})
+  forged = _rewritten(lines, tmp_path / 'kl', _forge)
+  assert recheck.check(tmp_path / 'kl').problems == []
+  kept = [(forged, f'{body["id"]}.*kl of row 0 is 0.015, run again'
+           f' {body["kl"][0]}$')]
+  for name, value in (('max_abs', ['9.5'] * len(body['kl'])),
+                      ('keys', 7), ('keys_equal', 7), ('keys_max_abs', '7.0')):
+    changed = json.loads(json.dumps(lines))
+    for line in changed:
+      if line['body'].get('id') == body['id'] and line['kind'] == 'compare':
+        line['body'][name] = value
+    kept.append((changed, f'{body["id"]}.*{name}.* is .*, run again '))
+  without = [x for x in lines if x['body'].get('id') != body['id']]
+  kept.append((without, f'no compare .*{body["id"]}|compare.*{body["id"]}'))
+  extra = json.loads(json.dumps(lines))
+  extra.insert(-1, {'kind': 'compare', 'n': 0, 'body': body | {
+      'id': 'study/base/0/9/fresh'}})
+  kept.append((extra, 'writes no line.*study/base/0/9/fresh'))
+  for changed, message in kept:
+    changed[-1]['hash'] = lines[-1]['hash']  # Run once for all of them.
+    with pytest.raises(errors.DamageError, match=message):
+      check(changed, verdict)
+
+
+def test_findings_are_derived_from_the_figures(study_dir, tmp_path):
+  found = command_helpers.ok('ledger', 'recheck', study_dir)
+  assert found['rederived']['note'] > 1 and found['texts'] == 0
+  assert recheck.check(study_dir).texts == found['rederived']['note']
+  with ledger_lib.Ledger(tmp_path / 'a', create=True) as ledger:
+    for line in ledger_lib.read(study_dir):
+      body = line['body']
+      if line['kind'] == 'note':
+        body['text'] = body['text'].replace('exact', 'wrong')
+      ledger.append(line['kind'], body)
+    ledger.append('note', {'text': 'Of no figure.'})
+  result = command_helpers.call('ledger', 'recheck', tmp_path / 'a')
+  assert result.rc == 1 and 'text that was not derived: 1 note' in result.stdout
+  assert result.json['problems'] > 0
+  assert all('the figures do not say' in p and 'wrong' in p
+             for p in result.json['problem_list'])
+  assert recheck.check(tmp_path / 'a').problems == []
+  lines = ledger_lib.read(study_dir)
+  with ledger_lib.Ledger(tmp_path / 'b', create=True) as ledger:
+    for line in (lines[0], *[x for x in lines if x['kind'] == 'note']):
+      ledger.append(line['kind'], line['body'] | (
+          {'config': {}} if line['kind'] == 'run' else {}))
+  result = command_helpers.call('ledger', 'recheck', tmp_path / 'b')
+  assert result.json['problems'] == 1
+  assert 'findings cannot be derived' in result.json['problem_list'][0]

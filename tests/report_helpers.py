@@ -148,7 +148,8 @@ def _study(book: ledger.Ledger, rng: random.Random) -> None:
         _pair(book, f'study/{case}/0/{m}/{what}', 16, 16 if exact else 0,
               group, kl, apart)
         over = {'kind': 'compare', 'where': {
-            'group.case': case, 'group.what': what, 'group.m': m}}
+            'group.part': 'study', 'group.case': case, 'group.what': what,
+            'group.m': m}}
         for name, (field, rule) in figures.items():
           if what != 'own' or name in ('rows', 'equal', 'kl_max'):
             book.summary(f'study/{case}/{what}/{m}/{name}', over, field, rule)
@@ -161,11 +162,16 @@ def _verdicts(book: ledger.Ledger, parts: tuple[str, ...]) -> None:
     book.verdict('fifty', 'fifty', {'tails': 50, 'artifact': sha('art')}, [
         {'summary': 'fifty/bfloat16/equal', 'op': '==', 'value': 200}])
   if 'study' in parts:
-    book.verdict('own position', 'study', {'cases': len(CASES)}, [
+    for case in CASES:
+      book.verdict(f'study/{case}', 'study', {
+          'case': case, 'offsets': list(OFFSETS)}, [
+              {'summary': f'study/{case}/own/{m}/equal', 'op': '==',
+               'value': 16} for m in OFFSETS])
+    book.verdict('study/elsewhere', 'study', {'case': 'base'}, [
         {'summary': f'study/{case}/own/{m}/equal', 'op': '==', 'value': 16}
-        for case in CASES for m in OFFSETS])
-    book.verdict('elsewhere', 'study', {'case': 'base'}, [
-        {'summary': 'study/base/moved/8/kl_median', 'op': '==', 'value': 0}])
+        for case in CASES for m in OFFSETS] + [
+            {'summary': 'study/base/moved/8/kl_median', 'op': '==',
+             'value': 0}])
   book.append('note', {'role': 'finding', 'text': (
       'A graft at its own position has every bit of the fresh computation: 16'
       ' of 16 rows in each case and at each offset.\n\nMoved elsewhere it has'

@@ -1,5 +1,6 @@
 """The HTML report: what it says, that it is safe, and that it can be read."""
 
+import copy
 import html.parser
 import json
 import pathlib
@@ -14,6 +15,7 @@ import pytest
 import cli_helpers
 import command_helpers
 from kvgraft_jax import errors
+from kvgraft_jax import findings
 from kvgraft_jax import ledger
 from kvgraft_jax import recheck
 from kvgraft_jax import report
@@ -153,15 +155,36 @@ def check_structure(source: str, page: Page) -> None:
 def test_structure(source, page):
   check_structure(source, page)
   assert '://' not in source  # No string of this ledger has an address.
-  # Overviews, one plot a case, two of rounding.
-  assert len(page.all('svg')) == 2 + len(report_helpers.CASES) + 2
+  # Overviews of all and of bfloat16, one plot a case, two of rounding.
+  assert len(page.all('svg')) == 4 + len(report_helpers.CASES) + 2
 
 
 def test_every_axis_has_a_unit(page):
-  for name, _, text in page.all('svg'):
-    labels = re.findall(r'[A-Za-z ]+\([a-z0-9 ]+\)', text.replace(
-        '0 (equal)', ''))
-    assert len(labels) == 2, (name, text)
+  for _, attributes, text in page.all('div', 'svg'):
+    label = attributes.get('aria-label', '')
+    if attributes.get('role') == 'img':
+      # The rows of an overview are named by their cases.
+      axes = 1 if 'one row a case' in label else 2
+    elif 'viewBox' in attributes:
+      labels = re.findall(r'[A-Za-z ]+\([a-z0-9 ]+\)', text.replace(
+          '0 (equal)', ''))
+      assert len(labels) == axes, (text, labels)
+
+
+def test_overviews_say_what_is_compared_and_group_by_dtype(page):
+  found = [text for name, _, text in page.all('svg') if 'against fresh' in text]
+  assert len(found) == 4 and 'case (name)' not in page.text
+  for text, zoom in zip(found, (False, False, True, True)):
+    assert ('bfloat16 cases only' if zoom else 'all cases') in text
+    assert ('float64' in text) is not zoom
+  for text in found[::2]:
+    assert 'fresh at M against fresh at 0' in text
+  for text in found[1::2]:
+    assert 'moved by M against fresh at M' in text
+  rows = re.findall('slots|base|float32|float64|bfloat16', found[0].replace(
+      'M = 4,096', ''))
+  assert [r for r in rows if r != 'slots'] == [
+      'bfloat16', 'base', 'float32', 'float32', 'float64', 'float64']
 
 
 def test_one_ledger_gives_the_same_bytes(folder, source):
@@ -185,22 +208,86 @@ def test_sections_are_in_order_and_name_the_head(folder, page):
   head = lines[-1]['hash']
   assert page.all('h1')[0][2] == 'Evidence: gemma3-270m, 2026-11-29'
   assert f'{len(lines):,} lines' in page.text
-  assert f'python3 recheck.py DIR --head={head}' in page.text
-  assert 'kvgraft ledger recheck DIR' in page.text
+  # A hash from the page itself would prove nothing.
+  assert page.text.count(head) == 1
+  assert 'python3 recheck.py DIR --head=HASH' in page.text
+  assert 'kvgraft ledger recheck DIR --full' in page.text
+  assert 'measurements on record' in page.text
+  assert 'random weights' not in page.text
   assert 'A graft at its own position has every bit' in page.text
 
 
-def test_verdicts_say_what_they_rest_on(page):
-  rows = {row[0]: row for row in page.rows('What each checker ran')}
+def test_verdicts_say_what_they_rest_on(source, page):
+  head, *found = page.rows('What each checker ran')
+  assert head == ['Verdict', 'Result', 'Ran', 'Because']
+  rows = {row[0]: row for row in found}
+  assert len(rows) == len(found) == 4
   assert rows['fifty'][1] == '✓ passed'
   assert rows['fifty'][3] == 'fifty/bfloat16/equal: 200, == 200'
-  assert rows['self_test'][3:] == ['no figure of this ledger', 'run: true']
-  assert rows['own position'][3] == '16 conditions, listed below'
-  assert rows['elsewhere'][1] == '✗ FAILED'
-  assert '3 of 4 passed.' in page.text
+  assert rows['self_test'][3] == 'no figure of this ledgerrun: true'
+  # One row for the cases that passed alike, one for what failed.
+  shared = rows['study, 4 verdicts:' + ', '.join(report_helpers.CASES)]
+  assert shared[1:] == ['✓ passed', 'studyoffsets: [0, 8, 128, 4096]', ''.join(
+      f'study/…/own/{m}/equal: 16, == 16' for m in report_helpers.OFFSETS)]
+  failed = rows['study/elsewhere']
+  assert failed[1] == '✗ FAILED'
+  assert re.match(r'study/base/moved/8/kl_median: [0-9.e-]+, == 0', failed[3])
+  assert failed[3].endswith('and 5 more, see Conditions of verdicts')
+  assert '7 verdicts, 6 passed.' in page.text
   listed = page.rows('Figures that verdicts rest on')[1:]
-  assert len(listed) == 16
-  assert listed[0] == ['own position', 'study/base/own/0/equal', '16', '== 16']
+  assert len(listed) == 1 + 16 + 17
+  assert listed[1] == ['study/base', 'study/base/own/0/equal', '16', '== 16']
+  assert 'data-label="Because"' in source
+
+
+def test_verdicts_that_failed_or_differ_stand_alone():
+  def verdict(case, passed, value):
+    return 'verdict', {
+        'id': f'study/{case}', 'checker': 'study', 'passed': passed,
+        'ran': {'case': case}, 'evidence': {}, 'because': [
+            {'summary': f'study/{case}/n', 'op': '==', 'value': value}]}
+
+  lines = run_lines(
+      ('run', report_helpers.run_body()),
+      *(('summary', {'id': f'study/{case}/n', 'value': 2}) for case in 'abcde'),
+      verdict('a', True, 2), verdict('b', False, 3), verdict('c', True, 2),
+      verdict('d', False, 3), verdict('e', True, '2'))
+  page = Page(report.render_lines(lines))
+  assert [row[0] for row in page.rows('What each checker ran')[1:]] == [
+      'study, 3 verdicts:a, c, e', 'study/b', 'study/d']
+  page = Page(report.render_lines(lines[:7]))
+  assert '1 verdict, 1 passed.' in page.text
+  assert not re.search(
+      r'\b1 (verdicts|cases|lines|figures|fields|problems)\b', page.text)
+
+
+def test_findings_that_the_figures_do_not_give_are_marked(folder, page):
+  warning = 'the figures of this ledger do not give the text above'
+  assert page.text.count(warning) == 1  # The helper's own words.
+  lines = [dict(line) for line in ledger.read(folder)]
+  run = report_helpers.run_body(config={
+      'model': 'tiny:0', 'dtypes': ['bfloat16'], 'offsets': [0, 8]}, model={
+          'source': 'tiny:0'})
+  figures = [('summary', {'id': f'invariance/bfloat16/{name}', 'value': value})
+             for name, value in (('schedules', 3), ('results', 1),
+                                 ('promised/schedules', 3),
+                                 ('promised/results', 1))]
+  lines = run_lines(('run', run), *figures)
+  derived = findings.sentences(lines)
+  assert derived
+  notes = [('note', {'role': 'finding', 'text': text}) for text in derived]
+  good = Page(report.render_lines(run_lines(('run', run), *figures, *notes)))
+  assert all(text in good.text for text in derived)
+  assert 'the figures' not in good.text.split('What was found', 2)[2].split(
+      'Verdicts')[0]
+  assert 'random weights: figures test the software, not a language model' in (
+      good.text)
+  # A sentence that says more than the figures, and one that was left out.
+  false = ('note', {'role': 'finding', 'text': 'Everything is exact.'})
+  bad = Page(report.render_lines(
+      run_lines(('run', run), *figures, *notes[:-1], false)))
+  assert f'Everything is exact. Warning: {warning}' in bad.text
+  assert f'which the run did not record. {derived[-1]}' in bad.text
 
 
 def test_exactness_and_invariance(page):
@@ -223,16 +310,28 @@ def test_study_has_each_figure_of_the_ledger(folder, page):
              for line in ledger.read(folder) if line['kind'] == 'summary'}
   moved = {(row[0], row[1]): row for row in page.rows('moved: stored at 0')}
   assert len(moved) == 1 + 4 * 4
+  assert moved['Case', 'M (tokens)'] == [
+      'Case', 'M (tokens)', 'Rows with equal SHA-256', 'Same argmax',
+      'KL of a row, median over rows (nats)',
+      'KL of a row, maximum over rows (nats)',
+      'Largest logit difference of a row, median over rows',
+      'Largest logit difference of a row, maximum over rows']
+  assert 'shown where there are at least 100; here some are fewer' in page.text
+  # A figure that the study leaves out stands among the others.
+  others = {row[0]: row[1] for row in page.rows('Summary figures, each')}
+  name = 'study/float32/moved/4096/kl_p99'
+  assert others[name] == figures[name]
   found = moved['float32', '4,096']
   assert found[2:4] == ['0 of 16', '16 of 16']
-  for at, name in enumerate(('kl_median', 'kl_p99', 'kl_max', 'max_abs_median',
-                             'max_abs_max'), 4):
+  for at, name in enumerate(
+      ('kl_median', 'kl_max', 'max_abs_median', 'max_abs_max'), 4):
     assert float(found[at]) == pytest.approx(
         float(figures[f'study/float32/moved/4096/{name}']), rel=5e-3)
   own = page.rows('own: grafted at its own position')[1:]
   assert len(own) == 16 and {tuple(row[2:]) for row in own} == {
       ('16 of 16', '0')}
   rounding = page.rows('Medians over the offsets')[1:]
+  assert 'all cases and offsets together: 256 of 256.' in page.text  # Own.
   for row in rounding:
     assert float(row[5]) == pytest.approx(float(row[6]), rel=0.9), row
 
@@ -241,19 +340,58 @@ def test_resources_invent_nothing(page):
   head, fifty, study = page.rows('What each part took')
   assert fifty[-1] == 'not measured' and study[-1] == '1,234 (nvml)'
   assert fifty[head.index('Work (TFLOP)')] == '51.2'
-  assert study[head.index('Work (TFLOP)')] == 'unknown'
+  assert study[head.index('Work (TFLOP)')] == 'not known'
   assert 'no RAPL package under /sys/class/powercap' in page.text
   assert 'Written (MB)' not in head  # Nobody measured it.
+  assert ('Not known of any part: Written (MB), Peak on the device (MB).'
+          in page.text)
 
 
 def test_setup(page):
   assert "kvgraft evidence --model=gemma3-270m '--out=my run'" in page.text
-  rows = {row[0]: row[1:] for row in page.rows('Everything that may fix')}
-  assert rows['chunk'] == ['512 †', '512 †'] and rows['page'] == ['128', '128']
-  assert rows['class fingerprint'][0] == report_helpers.sha('bfloat16', 1)
+  rows = page.rows('Everything that may fix')
+  for row in (['chunk', '512 †', 'all'], ['page', '128', 'all'],
+              ['dtype', 'bfloat16', 'bfloat16'],
+              ['dtype', 'float32', 'float32']):
+    assert row in rows
+  rows = page.rows('What fixes the bits')
+  assert rows[1] == ['bfloat16', report_helpers.sha('bfloat16'),
+                     report_helpers.sha('bfloat16', 1)]
   rows = {row[0]: row[1:] for row in page.rows('Self-test')}
   assert rows['rows_4'] == ['= equal', '≠ differs']
   assert rows['mesh'] == ['not run', 'not run']
+
+
+def test_profiles_without_a_self_test_have_none():
+  factors = {'page': '64'}
+  lines = run_lines(('run', report_helpers.run_body()), *(
+      ('profile', {'id': name, 'profile': factors, 'class': factors,
+                   'profile_fingerprint': 'a' * 64,
+                   'class_fingerprint': 'a' * 64, 'self_test': {}})
+      for name in ('float64', 'study/half_page')))
+  page = Page(report.render_lines(lines))
+  assert page.rows('Everything that may fix')[1:] == [['page', '64', 'all']]
+  assert 'Self-test' not in page.text
+  assert page.rows('What fixes the bits')[2] == ['study/half_page'] + [
+      'a' * 64] * 2
+
+
+def test_p99_is_shown_of_a_hundred_rows():
+  over = {'kind': 'compare', 'where': {
+      'group.part': 'study', 'group.case': 'base', 'group.what': 'moved',
+      'group.m': 8}}
+  for rows, shown in ((99, False), (100, True)):
+    page = Page(report.render_lines(run_lines(
+        ('run', report_helpers.run_body()),
+        *(('summary', {'id': f'study/base/moved/8/{name}', 'over': over,
+                       'field': field, 'rule': rule, 'value': value})
+          for name, field, rule, value in (
+              ('rows', 'rows', 'sum', rows), ('kl_p99', 'kl', 'p99', '0.5'),
+              ('kl_max', 'kl', 'max', '0.7'))))))
+    head, row = page.rows('moved: stored at 0')
+    assert (dict(zip(head, row)).get('KL of a row, p99 over rows (nats)')
+            == ('0.500' if shown else None))
+    assert ('here some are fewer' in page.text) is not shown
 
 
 def test_missing_parts_are_one_line_and_unknown_ones_a_table():
@@ -276,12 +414,13 @@ def test_missing_parts_are_one_line_and_unknown_ones_a_table():
   assert not page.all('svg')
   rows = page.rows('60 lines of kind score, part flywheel; 20 of them not')
   assert len(rows) == 41 and 'group.round' in rows[0]
-  head, row = page.rows('1 lines of kind weather')
+  head, row = page.rows('1 line of kind weather')
   assert row[head.index('sky.colour')] == 'blue'
   assert row[head.index('list')] == 'a, b, c, … (5 in all)'
   assert row[head.index('text')].endswith('… (500 characters)')
   assert 'not finished: no end line' in page.text
-  assert '17 bytes of a torn line dropped, 2 lines adopted' in page.text
+  assert ('bytes of a torn line that were dropped: 17, lines adopted: 2'
+          in page.text)
 
 
 @pytest.mark.parametrize('poison', [
@@ -306,15 +445,21 @@ def test_whatever_a_string_holds_is_text(folder, poison):
           else report_helpers.poisoned(value, poison)
           for name, value in body['group'].items()}
     if line['kind'] == 'summary':
-      body |= {'value': line['body']['value'], 'id': line['body']['id'].replace(
-          '/base/', f'/base{poison.replace("/", "")}/')}
+      case = f'base{poison.replace("/", "")}'
+      body |= {
+          'value': line['body']['value'], 'field': line['body']['field'],
+          'rule': line['body']['rule'], 'over': copy.deepcopy(
+              line['body']['over']),
+          'id': line['body']['id'].replace('/base/', f'/{case}/')}
+      if body['over']['where'].get('group.case') == 'base':
+        body['over']['where']['group.case'] = case
     lines.append(line | {'body': body})
   lines.append(lines[-1] | {'kind': f'kind{poison}'})
   found = report.render_lines(lines)
   page = Page(found)
   check_structure(found, page)
   # Without the two of rounding, since no dtype is known.
-  assert len(page.all('svg')) == 6
+  assert len(page.all('svg')) == 6  # Two overviews, one plot a case.
   found.encode()  # No lone surrogate is left.
   assert not re.search('[\x00-\x08\x0b-\x1f\x7f-\x9f]', found)
   shown = ' '.join(report_page.legible(poison).split())
@@ -393,6 +538,30 @@ def test_without_matplotlib_one_line_says_so(folder, tmp_path):
   assert done.stderr.count('\n') == 1 and not list(tmp_path.iterdir())
 
 
+def test_the_ledger_itself_is_not_overwritten(folder, tmp_path):
+  (tmp_path / 'link').symlink_to(folder / 'ledger.jsonl')
+  before = {f: f.read_bytes() for f in folder.iterdir() if f.is_file()}
+  for out in (folder / 'ledger.jsonl', folder / 'head.json', tmp_path / 'link'):
+    assert 'give another file' in command_helpers.refusal(
+        2, 'report', folder, '-o', out)
+  assert before == {f: f.read_bytes() for f in before}
+
+
+def test_a_figure_over_other_lines_than_its_id_says_is_not_of_the_study(folder):
+  lines = ledger.read(folder)
+  name = 'study/base/moved/8/kl_median'
+  at = next(i for i, line in enumerate(lines) if line['kind'] == 'summary'
+            and line['body']['id'] == name)
+  for change in (
+      {'field': 'max_abs'}, {'rule': 'max'},
+      {'over': {'kind': 'compare', 'where': {'group.part': 'study'}}}):
+    forged = copy.deepcopy(lines)
+    forged[at]['body'] |= {'value': '0.0625', **change}
+    page = Page(report.render_lines(forged))
+    row, = [r for r in page.rows('Summary figures') if r[0] == name]
+    assert row[1] == '0.0625'
+
+
 def test_command(folder, source, tmp_path):
   out = tmp_path / 'out.html'
   done = cli_helpers.run('report', folder, '-o', out)
@@ -401,7 +570,7 @@ def test_command(folder, source, tmp_path):
   lines = ledger.read(folder)
   assert done.json == {
       'out': str(out), 'bytes': len(source.encode()), 'lines': len(lines),
-      'head': lines[-1]['hash'], 'verdicts': 4, 'verdicts_passed': 3}
+      'head': lines[-1]['hash'], 'verdicts': 7, 'verdicts_passed': 6}
   for args, message in (
       ((folder,), '--out is missing'),
       (('-o', out), '--run is missing'),
@@ -423,7 +592,8 @@ if _CHROMIUM:
 </iframe><script>
 f.onload = () => {
   const d = f.contentDocument, cut = [];
-  for (const t of d.querySelectorAll('svg text, p, h1, h2, figcaption')) {
+  for (const t of d.querySelectorAll(
+      'svg text, p, h1, h2, figcaption, pre code, .wide td, .wide th')) {
     const r = t.getBoundingClientRect();
     if (r.left < 0 || r.right > 360.5) cut.push(t.textContent);
   }
@@ -447,4 +617,4 @@ f.onload = () => {
     match = re.search('<pre id="found">(.*?)</pre>', done.stdout, re.S)
     assert match, done.stderr[-2000:]
     found = json.loads(match.group(1))
-    assert found['width'] <= 360 and not found['cut'] and found['plots'] == 8
+    assert found['width'] <= 360 and not found['cut'] and found['plots'] == 10

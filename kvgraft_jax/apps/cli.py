@@ -2,17 +2,21 @@
 
 A command is a module of this package with `EXAMPLE`, `define(flag_values)` and
 `run(flag_values)`, which returns (exit code, JSON object). It may have
-`POSITIONAL`, names of its flags that arguments without a flag fill in order.
+`POSITIONAL`, names of its flags that arguments without a flag fill in order,
+and `ACTIONS`, each of them an `Action`, of which the first argument names one.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import importlib
+import inspect
 import json
 import os
 import sys
 import textwrap
 import traceback
 from typing import Any
+from typing import NamedTuple
 
 from absl import flags as absl_flags
 
@@ -20,6 +24,22 @@ from kvgraft_jax import errors
 from kvgraft_jax.apps import flags
 
 _HELP = ('-h', '-help', '--help', '--helpshort', '--helpfull')
+
+
+class Action(NamedTuple):
+  """One of several things that a command does.
+
+  Attributes:
+    run: as a command's; its docstring is the help.
+    arguments: names of the flags that arguments behind the action fill.
+    flags: names of the other flags that it takes.
+    example: arguments behind the action.
+  """
+
+  run: Callable[[Any], tuple[int, dict[str, Any]]]
+  arguments: tuple[str, ...]
+  flags: tuple[str, ...]
+  example: str
 
 
 def start(name: str) -> None:
@@ -80,7 +100,7 @@ def execute(name: str, argv: Sequence[str]) -> int:
     command.define(values)
     flags.common(values)
     if any(a in _HELP for a in argv):
-      return show(_help(name, command, values))
+      return show(_help(name, command, values, argv))
     flags.parse(values, argv, _positional(command))
     if sys.stdout is None:
       raise errors.UsageError(
@@ -137,23 +157,38 @@ def _positional(command: Any) -> tuple[str, ...]:
   return getattr(command, 'POSITIONAL', ())
 
 
-def _help(name: str, command: Any, values: absl_flags.FlagValues) -> str:
-  lines = [(command.__doc__ or '').strip(), '', 'Example:',
-           f'  kvgraft {name} {command.EXAMPLE}', '']
-  places = _positional(command)
+def _help(
+    name: str, command: Any, values: absl_flags.FlagValues, argv: Sequence[str]
+) -> str:
+  actions = getattr(command, 'ACTIONS', {})
+  named = [a for a in argv if a in actions][:1]
+  doc, example, shown = command.__doc__, command.EXAMPLE, set(values)
+  places, usage = _positional(command), []
+  if named:
+    action = actions[named[0]]
+    name, doc = f'{name} {named[0]}', action.run.__doc__
+    example, places = action.example, action.arguments
+    other = {f for a in actions.values() for f in (*a.arguments, *a.flags)}
+    usage = ['', 'usage: ' + ' '.join(
+        ['kvgraft', name, *map(str.upper, places), '--flags'])]
+    shown -= (other | {'action'}) - {*action.arguments, *action.flags}
+  lines = [inspect.cleandoc(doc or ''), *usage, '', 'Example:',
+           f'  kvgraft {name} {example}', '']
   if places:
     lines += textwrap.wrap(
         'Arguments without a flag are, in this order: '
         + ', '.join(f'--{place}' for place in places) + '.', 80) + ['']
   lines.append('Flags:')
   for flag in dict.fromkeys(values[n] for n in values):  # Short names too.
-    if flag.name in ('flagfile', 'undefok'):
+    if flag.name in ('flagfile', 'undefok') or flag.name not in shown:
       continue
     kind = (f'--[no]{flag.name}' if flag.flag_type() == 'bool'
             else f'--{flag.name}=')
     if flag.short_name:
       kind = f'-{flag.short_name}, {kind}'
     text = flag.help
+    if named:
+      text = text.removeprefix(f'{named[0]}: ')
     choices = getattr(flag.parser, 'enum_values', None)
     if choices:
       kind += '|'.join(choices)

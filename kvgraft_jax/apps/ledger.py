@@ -1,27 +1,20 @@
 """Works on the ledgers of recorded runs, in directories of their own.
 
-recheck DIR: checks the chain of lines and the head record, and derives every
-score and every summary figure anew; --head compares with a head kept elsewhere,
---full runs the checkers again. `recheck.py` of this package does the same, but
---full, as a single file.
-
-preregister DIR --out=FILE: writes what another machine must be told to repeat a
-finished run, and every hash that it must find; prints the file's SHA-256, which
-is what to publish.
-
-replay FILE --run_dir=NEWDIR: runs the same settings here, compares, and names
-every factor of the numerics that differs.
-
+recheck DIR: derives everything anew that can be derived.
+preregister DIR --out=FILE: writes what another machine must find.
+replay FILE --run_dir=NEWDIR: runs the same settings here, and compares.
 diff DIR OTHER: explains two runs that disagree by where they first do.
+
+`kvgraft ledger ACTION --help` tells more of each.
 """
 
-from collections.abc import Callable
 import os
 from typing import Any
 
 from absl import flags as absl_flags
 
 from kvgraft_jax import errors
+from kvgraft_jax import findings
 from kvgraft_jax import ledger
 from kvgraft_jax import recheck
 from kvgraft_jax.apps import cli
@@ -45,8 +38,9 @@ def define(fv: absl_flags.FlagValues) -> None:
       'head', None, 'recheck: hash that the last line must have, kept'
       ' elsewhere.', flag_values=fv)
   absl_flags.DEFINE_boolean(
-      'full', False, 'recheck: run the checkers of all verdicts again.',
-      flag_values=fv)
+      'full', False, 'recheck: run everything that was recorded again, with the'
+      ' model, which takes as long as the run did, compare, and read the'
+      ' stores.', flag_values=fv)
   absl_flags.DEFINE_string(
       'out', None, 'preregister: file to write; it must not exist.',
       flag_values=fv)
@@ -66,39 +60,99 @@ def define(fv: absl_flags.FlagValues) -> None:
 def run(args: Any) -> tuple[int, dict[str, Any]]:
   """Runs an action; returns exit code and JSON."""
   flags.require(args, 'action')
-  for name in ('other', 'head', 'full', 'out', 'sha256', 'run_dir', 'model',
-               'threads'):
-    value = getattr(args, name)
-    if value not in (None, False) and name not in _TAKES[args.action]:
-      raise errors.UsageError(
-          f'{args.action} takes no --{name}, found {value!r:.80}; remove it')
-  return ACTIONS[args.action](args)
+  action = ACTIONS[args.action]
+  for other in ACTIONS.values():
+    for name in (*other.arguments, *other.flags):
+      value = getattr(args, name)
+      if value not in (None, False) and name not in (
+          *action.arguments, *action.flags):
+        raise errors.UsageError(
+            f'{args.action} takes no --{name}, found {value!r:.80}; remove it')
+  flags.require(args, *action.arguments)
+  return action.run(args)
 
 
 def _recheck(args: Any) -> tuple[int, dict[str, Any]]:
-  flags.require(args, 'dir')
+  """Derives anew what can be derived: chain, head, totals, verdicts, findings.
+
+  `recheck.py` of this package does the same, but for the findings and --full,
+  as a single file that needs nothing but Python. What was measured (KL and
+  differences of rows that are not equal, seconds, energy) only running it again
+  confirms: --full does, with the recorded model, and takes as long as the run.
+  It also reads every block of the stores that are there.
+  """
   if args.head is not None and not recheck.is_hash(args.head):
     raise errors.UsageError(
         f'--head={args.head:.80} is no hash; give 64 lower-case hex digits')
+  nothing = recheck.missing(args.dir)
+  if nothing:
+    raise errors.NotFoundError(nothing)
   result = recheck.check(args.dir, args.head)
-  checked = 0
-  # What checkers read must be what was written.
-  if args.full and not result.problems:
-    checked = _run_checkers(args.dir, result)
-  lines, found = recheck.report(result)
-  for line in lines:
-    common.say(line)
-  if args.full:
-    common.say(f'checkers run again: {checked}')
-    found['checkers_run'] = checked
-  return int(bool(result.problems)), found
+  more: dict[str, Any] = {}
+  said: list[str] = []
+  # Whoever derives more must read what was written.
+  if not result.problems:
+    lines = ledger.read(args.dir)
+    _derive_findings(lines, result)
+    if args.full:
+      more, said = _run_again(args.dir, lines, result)
+  *texts, verdict = recheck.report(result)[0]
+  for text in [*texts, *said, verdict]:
+    common.say(text)
+  return int(bool(result.problems)), recheck.report(result)[1] | more
 
 
-def _run_checkers(directory: str, result: recheck.Result) -> int:
+def _derive_findings(
+    lines: list[recheck.Line], result: recheck.Result
+) -> None:
+  """Derives the findings of an evidence run; adds problems and counts."""
+  notes = [(number, line) for number, line in enumerate(lines, 1)
+           if line['kind'] == 'note' and findings.derivable(line['body'])]
+  if not notes or lines[0]['body']['run'] != 'evidence':
+    return
+  try:
+    derived = findings.sentences(lines)
+  except (ArithmeticError, AttributeError, LookupError, TypeError,
+          ValueError) as e:
+    number, line = notes[0]
+    result.problems.append(
+        f'{recheck.where(number, line)}: findings cannot be derived, the'
+        f' figures are not those of an evidence run ({type(e).__name__}:'
+        f' {e!a:.80})')
+    return
+  for number, line in notes:
+    result.texts -= 1
+    result.rederived['note'] = result.rederived.get('note', 0) + 1
+    if line['body']['text'] not in derived:
+      result.problems.append(
+          f'{recheck.where(number, line)}: the figures do not say'
+          f' "{ascii(line["body"]["text"])[1:-1]:.200}"')
+
+
+def _run_again(
+    directory: str, lines: list[recheck.Line], result: recheck.Result
+) -> tuple[dict[str, Any], list[str]]:
+  """Runs all checkers and reads all stores; adds problems.
+
+  Returns:
+    Fields of the JSON, and lines for people.
+  """
+  from kvgraft_jax import run_stores  # Imports tensorstore.
+
+  stores = run_stores.check(directory, lines)
+  result.problems += stores.problems
+  checked = _run_checkers(lines, result)
+  said = [f'checkers run again: {checked}',
+          f'stored blocks read: {stores.blocks}',
+          *(f'not read: {text}' for text in stores.unread)]
+  return {'checkers_run': checked, 'blocks_read': stores.blocks,
+          'stores_missing': len(stores.unread)}, said
+
+
+def _run_checkers(lines: list[recheck.Line], result: recheck.Result) -> int:
   """Runs the checkers of all verdicts; adds problems; returns how many ran."""
   from kvgraft_jax import replay  # Imports jax.
 
-  lines = ledger.read(directory)
   ran = 0
   for number, line in enumerate(lines, 1):
     if line['kind'] != 'verdict':
@@ -113,9 +167,13 @@ def _run_checkers(directory: str, result: recheck.Result) -> int:
     try:
       passed = checker(lines, body)
     except errors.KvgraftError as e:
-      result.problems.append(f'{where}: the checker cannot run: {e}')
+      why = ('it is not as recorded' if isinstance(e, errors.DamageError)
+             else 'the checker cannot run')
+      result.problems.append(f'{where}: {why}: {e}')
       continue
     ran += 1
+    if body['id'] in result.not_rederivable:
+      result.not_rederivable.remove(body['id'])
     if passed != body['passed']:
       result.problems.append(
           f'{where}: passed is {body["passed"]}, the checker now says {passed}')
@@ -123,9 +181,14 @@ def _run_checkers(directory: str, result: recheck.Result) -> int:
 
 
 def _preregister(args: Any) -> tuple[int, dict[str, Any]]:
+  """Writes what another machine must be told to repeat a finished run.
+
+  The file holds the settings, and every hash that must be found; its SHA-256,
+  which is printed, is what to publish before the run is repeated.
+  """
   from kvgraft_jax import registration  # Later: nothing else here needs it.
 
-  flags.require(args, 'dir', 'out')
+  flags.require(args, 'out')
   sha256 = registration.write(args.dir, args.out)
   value, _ = registration.read(args.out, sha256)
   common.say(f'{args.out}: {len(value["expected"])} lines of expected results;'
@@ -135,9 +198,14 @@ def _preregister(args: Any) -> tuple[int, dict[str, Any]]:
 
 
 def _replay(args: Any) -> tuple[int, dict[str, Any]]:
+  """Runs the settings of a registration here, and compares.
+
+  Names every factor of the numerics that differs. The new run's ledger holds
+  the comparison as well.
+  """
   from kvgraft_jax import replay  # Imports jax.
 
-  flags.require(args, 'dir', 'run_dir')
+  flags.require(args, 'run_dir')
   if args.sha256 is not None and not recheck.is_hash(args.sha256.lower()):
     raise errors.UsageError(
         f'--sha256={args.sha256:.80} is no hash; give 64 hex digits')
@@ -160,33 +228,43 @@ def _replay(args: Any) -> tuple[int, dict[str, Any]]:
 
 
 def _diff(args: Any) -> tuple[int, dict[str, Any]]:
+  """Explains two runs that disagree by where they first do.
+
+  Both must pass their recheck. Digests of the ledgers are compared; where K or
+  V differ, the first block that does is read from the stores, and nothing else
+  of them.
+  """
   from kvgraft_jax import divergence  # Later: it imports tensorstore.
 
-  flags.require(args, 'dir', 'other')
+  for directory in (args.dir, args.other):
+    ledger.checked(directory)
   found = divergence.explain(args.dir, args.other)
   for word, one in zip(
       ['first'] + ['then'] * len(found.divergences), found.divergences):
     common.say(f'{word}: {one}')
   if not found.first:
-    common.say('the runs agree')
+    common.say('everything that was recorded of both agrees')
+  blocks = found.counts['block']
+  if blocks['equal'] and not blocks['differing']:
+    common.say('no store was read, since the recorded digests of blocks agree;'
+               f' `kvgraft ledger recheck {args.dir} --full` reads them')
+  common.say(str(found))
   every = [one.to_json() for one in found.divergences]
   return int(bool(every)), {
-      'equal': not every, 'first': every[0] if every else None,
-      'then': every[1:], 'counts': found.counts}
+      'equal': not every, 'results_equal': found.results_equal,
+      'first': every[0] if every else None, 'then': every[1:],
+      'counts': found.counts}
 
 
-ACTIONS: dict[str, Callable[[Any], tuple[int, dict[str, Any]]]] = {
-    'recheck': _recheck,
-    'preregister': _preregister,
-    'replay': _replay,
-    'diff': _diff,
-}
-# What each takes besides `dir`.
-_TAKES = {
-    'recheck': ('head', 'full'),
-    'preregister': ('out',),
-    'replay': ('sha256', 'run_dir', 'model', 'threads'),
-    'diff': ('other',),
+ACTIONS = {
+    'recheck': cli.Action(
+        _recheck, ('dir',), ('head', 'full'), 'runs/evidence --full'),
+    'preregister': cli.Action(
+        _preregister, ('dir',), ('out',), 'runs/evidence --out=expected.json'),
+    'replay': cli.Action(
+        _replay, ('dir',), ('sha256', 'run_dir', 'model', 'threads'),
+        'expected.json --run_dir=runs/again'),
+    'diff': cli.Action(_diff, ('dir', 'other'), (), 'runs/evidence runs/again'),
 }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import difflib
+import importlib
 import sys
 
 import kvgraft_jax
@@ -26,6 +27,7 @@ COMMANDS = {
     'ls': 'list a store',
     'show': 'everything about one artifact',
 }
+WITH_ACTIONS = ('ledger',)
 
 
 def usage() -> str:
@@ -54,8 +56,13 @@ def main(argv: Sequence[str]) -> int:
     return cli.show(f'{kvgraft_jax.__version__}\n')
   if name in COMMANDS:
     return cli.execute(name, argv[1:])
-  close = difflib.get_close_matches(name, COMMANDS, 1)
-  hint = f'did you mean {close[0]}?' if close else 'see `kvgraft --help`'
+  known = dict.fromkeys(COMMANDS, '')
+  for command in WITH_ACTIONS:
+    module = importlib.import_module(f'kvgraft_jax.apps.{command}')
+    known |= dict.fromkeys(module.ACTIONS, f'{command} ')
+  close = difflib.get_close_matches(name, known, 1)
+  hint = (f'did you mean `kvgraft {known[close[0]]}{close[0]}`?' if close
+          else 'see `kvgraft --help`')
   found = f'there is no command {name!r}' if name else 'no command was given'
   cli.warn(f'kvgraft: {found}; {hint}')
   return 2
