@@ -8,7 +8,6 @@ diff DIR OTHER: explains two runs that disagree by where they first do.
 `kvgraft ledger ACTION --help` tells more of each.
 """
 
-import os
 from typing import Any
 
 from absl import flags as absl_flags
@@ -95,6 +94,7 @@ def _recheck(args: Any) -> tuple[int, dict[str, Any]]:
     lines = ledger.read(args.dir)
     _derive_findings(lines, result)
     if args.full:
+      common.pin_threads(args)  # Says what it is at, as well.
       more, said = _run_again(args.dir, lines, result)
   *texts, verdict = recheck.report(result)[0]
   for text in [*texts, *said, verdict]:
@@ -209,16 +209,14 @@ def _replay(args: Any) -> tuple[int, dict[str, Any]]:
   if args.sha256 is not None and not recheck.is_hash(args.sha256.lower()):
     raise errors.UsageError(
         f'--sha256={args.sha256:.80} is no hash; give 64 hex digits')
-  if args.threads:
-    # Read by XLA when it makes the CPU client, which no import does.
-    os.environ['NPROC'] = str(args.threads)
+  common.pin_threads(args)
   with common.Progress('replay') as bar:
     update = bar.callback
     found, sha256 = replay.replay(
         args.dir, args.run_dir, command=common.command_line('ledger'),
-        model=args.model,
-        sha256=args.sha256,
-        progress=update and (lambda what, done, total: update(done, total)))
+        model=args.model, sha256=args.sha256,
+        progress=update and (
+            lambda what, done, total: update(done, total, what)))
   for factor in found.factors:
     common.say(f'{factor.name}{" (class)" if factor.in_class else ""}: theirs'
                f' {factor.theirs}, ours {factor.ours}')
