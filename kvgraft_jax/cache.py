@@ -8,6 +8,7 @@ position mod ring, between two margins that are never read. What a slot holds
 is decided by positions alone; the mask never looks at slots.
 """
 
+from collections.abc import Iterator
 from collections.abc import Mapping
 
 import flax.struct
@@ -100,6 +101,32 @@ def shapes(
     result[kind] = (len(config.kind_layers(kind)), batch, slots,
                     spec.kv_heads, spec.head_dim)
   return result
+
+
+def slots_at(
+    positions: np.ndarray, window: int | None, slots: int, chunk: int
+) -> np.ndarray:
+  """Returns the slots of positions in an array of `slots` (see `shapes`)."""
+  if window is None:
+    return positions
+  return chunk + positions % (slots - 2 * chunk)
+
+
+def visible_rows(
+    cache: KVCache, config: config_lib.ModelConfig, chunk: int, done: int,
+    b: int = 0,
+) -> Iterator[np.ndarray]:
+  """Yields what a continuation of `done` positions sees of K and V, by kind.
+
+  Each is a host array, unsigned [L, positions, K, H], of sequence `b`.
+  """
+  for kind in config_lib.KINDS:
+    window = config.spec(kind).window
+    positions = np.arange(max(0, done - (window or done)), done)
+    for side in (cache.k, cache.v):
+      array = np.asarray(side[kind])[:, b]
+      yield np.ascontiguousarray(
+          array[:, slots_at(positions, window, array.shape[1], chunk)])
 
 
 def empty(

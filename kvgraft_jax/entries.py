@@ -21,6 +21,7 @@ from kvgraft_jax import hashing
 from kvgraft_jax import ledger as ledger_lib
 from kvgraft_jax import numerics
 from kvgraft_jax import recheck
+from kvgraft_jax import results
 from kvgraft_jax import sampling
 
 Body = dict[str, Any]
@@ -53,12 +54,9 @@ def write_profile(
     ledger: ledger_lib.Ledger, model: engine.Model, id: str
 ) -> None:
   """Writes the numerics of a model, and the verdict of its self-test."""
-  report, factors = model.self_test(), model.numerics_class
-  ledger.append('profile', {
-      'id': id, 'profile': model.profile.factors(), 'class': factors,
-      'profile_fingerprint': model.profile.fingerprint,
-      'class_fingerprint': numerics.class_fingerprint(factors),
-      'self_test': report.to_json()})
+  report = model.self_test()
+  ledger.append('profile', _profile(
+      id, model.profile.factors(), model.numerics_class, report.to_json()))
   ledger.verdict(
       f'self_test/{id}', 'self_test', {'dtype': model.profile.dtype}, [],
       {n: bool(report.invariances.get(n)) for n in numerics.REQUIRED},
@@ -67,12 +65,19 @@ def write_profile(
 
 def bare_profile(id: str, factors: Mapping[str, str]) -> Body:
   """Returns numerics that no self-test covers: every factor is of the class."""
+  return _profile(id, factors, factors, {})
+
+
+def _profile(
+    id: str, factors: Mapping[str, str], in_class: Mapping[str, str],
+    self_test: Body,
+) -> Body:
   return {
-      'id': id, 'profile': dict(factors), 'class': dict(factors),
+      'id': id, 'profile': dict(factors), 'class': dict(in_class),
       'profile_fingerprint': hashing.json_sha256(
           'kvgraft.profile', dict(factors)),
-      'class_fingerprint': numerics.class_fingerprint(factors),
-      'self_test': {}}
+      'class_fingerprint': numerics.class_fingerprint(in_class),
+      'self_test': self_test}
 
 
 def plain_factors() -> dict[str, str]:
@@ -125,19 +130,10 @@ def artifact(
     input: id of its tokens.
     store: its path below the run directory, '' if it is not kept.
   """
-  digests = []
-  for kind, layout in manifest.layouts.items():
-    names = [[layer, part] for layer in layout.layers
-             for part in artifact_lib.PARTS]
-    for block, found in zip(manifest.geometries[kind].blocks,
-                            manifest.digests[kind]):
-      digests.append({
-          'kind': kind, 'start': block.start, 'stop': block.stop,
-          'parts': [[*name, digest] for name, digest in zip(names, found)]})
   fields = manifest.fields
   return {'id': id, 'artifact': manifest.id, 'key': manifest.key,
           'start': fields.start, 'end': fields.end, 'profile': profile,
-          'input': input, 'store': store, 'digests': digests}
+          'input': input, 'store': store, 'digests': results.digests(manifest)}
 
 
 @dataclasses.dataclass(frozen=True)

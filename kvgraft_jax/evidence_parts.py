@@ -175,7 +175,9 @@ def _fifty(work: Work, dtype: str) -> None:
   because: list[dict[str, Any]] = []
   for part, least in (('fifty', len(ids)), ('prefix', min(s.lengths or [0]))):
     if part == 'fifty' or s.lengths:
-      because += _all_equal(work, part, dtype, least)
+      where = {'part': part, 'dtype': dtype}
+      because += _all_equal(
+          work, f'{part}/{dtype}', where, where | {'what': 'grafted'}, least)
   for what in ('end to end', 'greedy'):
     prefix = f'fifty/{dtype}/{what}'
     found = work.figures(
@@ -190,19 +192,29 @@ def _fifty(work: Work, dtype: str) -> None:
 
 
 def _all_equal(
-    work: Work, part: str, dtype: str, least: int
+    work: Work, prefix: str, where: Group, grafts: Group, least: int,
+    zeros: Sequence[str] = ('kl_max',),
 ) -> list[dict[str, Any]]:
-  """Writes the figures of grafts; returns what they are expected to be."""
-  prefix, where = f'{part}/{dtype}', {'part': part, 'dtype': dtype}
+  """Writes the figures of grafts; returns what they are expected to be.
+
+  Args:
+    work: of the run.
+    prefix: of the figures' ids.
+    where: selects the comparisons.
+    grafts: selects the logits of the grafts.
+    least: positions that each graft restored, at least.
+    zeros: figures that are 0.
+  """
   found = work.figures(prefix, where)
   # That each graft ran its tail and nothing else.
-  work.figures(f'{prefix}/grafts', where | {'what': 'grafted'}, 'logits', {
+  work.figures(f'{prefix}/grafts', grafts, 'logits', {
       'count': ('', 'count'), 'computed': ('tokens_computed', 'sum'),
       'restored_min': ('tokens_restored', 'min')})
   return [{'summary': f'{prefix}/{name}', 'op': '==', 'value': value}
           for name, value in (
               ('equal', found['rows']), ('argmax_agree', found['rows']),
-              ('kl_max', '0.0'), ('grafts/computed', found['rows']),
+              *((name, '0.0') for name in zeros),
+              ('grafts/computed', found['rows']),
               ('grafts/restored_min', least))]
 
 
@@ -365,9 +377,10 @@ def study(work: Work) -> None:
     with work.meter(dtype, part='study', what=name) as meter:
       for i, ids in enumerate(samples):
         work.tell(f'study: {name}', i, len(samples))
+        fresh: dict[int, entries.Rows] = {}
         for found in study_lib.compare(
             work.models(dtype), case, ids, s.block, s.offsets):
-          _compared(work, case, profile_id, i, found)
+          _compared(work, case, profile_id, i, found, fresh)
           meter.add(tokens_computed=found.b.tokens_computed,
                     start=found.b.tokens_restored, head_rows=s.tail, every=True)
     _figures_of(work, name)
@@ -375,22 +388,27 @@ def study(work: Work) -> None:
 
 def _compared(
     work: Work, case: study_lib.Case, profile: str, sample: int,
-    found: study_lib.Comparison,
+    found: study_lib.Comparison, fresh: dict[int, entries.Rows],
 ) -> None:
+  """Records a comparison; `fresh` holds those of 0 and of the last offset."""
   group: dict[str, str | int] = {
       'part': 'study', 'case': case.name, 'dtype': case.dtype,
       'what': found.what, 'm': found.m, 'sample': sample}
   prefix = f'study/{case.name}/{sample}'
   first = work.settings.block
-  written = {line['body']['id'] for line in work.ledger.lines
-             if line['kind'] == 'logits'}
 
   def rows(state: study_lib.State) -> entries.Rows:
-    made = entries.logits(
+    if state.what == study_lib.FRESH and state.m in fresh:
+      return fresh[state.m]
+    made = work.write(entries.logits(
         f'{prefix}/{state.m}/{state.what}', state.logits, first,
         profile=profile, group={**group, 'what': state.what, 'm': state.m},
-        computed=state.tokens_computed, restored=state.tokens_restored)
-    return made if made.id in written else work.write(made)
+        computed=state.tokens_computed, restored=state.tokens_restored))
+    if state.what == study_lib.FRESH:
+      for m in set(fresh) - {0}:
+        del fresh[m]
+      fresh[state.m] = made
+    return made
 
   work.ledger.append('compare', entries.compare(
       f'{prefix}/{found.m}/{found.what}', rows(found.a), rows(found.b), group
@@ -409,20 +427,11 @@ def _figures_of(work: Work, name: str) -> None:
             f'study/{name}/{what}/{m}',
             {'part': 'study', 'case': name, 'what': what, 'm': m},
             figures=_BRIEF if what == own else _FIGURES | keys)
-  prefix = f'study/{name}/{own}'
   where: Group = {'part': 'study', 'case': name, 'what': own}
-  found = work.figures(prefix, where)
-  work.figures(f'{prefix}/grafts', where, 'logits', {
-      'count': ('', 'count'), 'computed': ('tokens_computed', 'sum'),
-      'restored_min': ('tokens_restored', 'min')})
   work.ledger.verdict(
-      f'study/{name}', 'study', {'case': name, 'offsets': list(s.offsets)}, [
-          {'summary': f'{prefix}/{figure}', 'op': '==', 'value': value}
-          for figure, value in (
-              ('equal', found['rows']), ('argmax_agree', found['rows']),
-              ('kl_max', '0.0'), ('max_abs_max', '0.0'),
-              ('grafts/computed', found['rows']),
-              ('grafts/restored_min', s.block))])
+      f'study/{name}', 'study', {'case': name, 'offsets': list(s.offsets)},
+      _all_equal(work, f'study/{name}/{own}', where, where, s.block,
+                 ('kl_max', 'max_abs_max')))
 
 
 PARTS: dict[str, Callable[[Work], None]] = {

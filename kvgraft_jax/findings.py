@@ -48,6 +48,11 @@ def _numbers(values: Sequence[int]) -> str:
   return ', '.join(f'{v:,}' for v in values)
 
 
+def random_weights(source: str) -> bool:
+  """Tells whether a model's source says that its weights are random."""
+  return source.startswith(('tiny', 'random'))
+
+
 def derivable(body: Mapping[str, Any]) -> bool:
   """Tells whether a `note` body is a finding by the present sentences."""
   return body.get('role') == ROLE and body.get('rules', 1) == VERSION
@@ -63,7 +68,7 @@ class _Findings:
     self.page = int(profiles.get('bfloat16', {}).get('page', 0))
 
   def __iter__(self) -> Iterator[str]:
-    if self.source.partition(':')[0].startswith(('tiny', 'random')):
+    if random_weights(self.source):
       yield (f'The weights of {self.source} are random: these figures test the'
              ' software and say nothing of a language model.')
     for dtype in self.config['dtypes']:
@@ -165,8 +170,7 @@ class _Findings:
       yield from self.factors()
     yield from self.slots()
     yield from self.angles()
-    if 'base' in self.cases and self.many and not (
-        self.source.startswith(('tiny', 'random'))):
+    if 'base' in self.cases and self.many and not random_weights(self.source):
       seen = list(self.excluded())
       if seen:
         yield _PUBLISHED + '; '.join(seen) + '.'

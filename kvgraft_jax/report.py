@@ -121,7 +121,7 @@ def _source(run: Mapping[str, Any]) -> str:
 
 
 def _warnings(run: Mapping[str, Any]) -> list[str]:
-  if not _source(run).startswith(('tiny', 'random')):
+  if not findings.random_weights(_source(run)):
     return []
   return ['random weights: figures test the software, not a language model.']
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import json
 from typing import Any
 
+from kvgraft_jax import artifact as artifact_lib
 from kvgraft_jax import errors
 from kvgraft_jax import hashing
 
@@ -66,6 +67,20 @@ def _add_results(found: Results, kind: str, body: Mapping[str, Any]) -> None:
     found['digest'][body['id'], 'sha256'] = body['sha256']
   elif kind == 'score':
     found['score'][body['id'], 'value'] = text(body['value'])
+
+
+def digests(manifest: artifact_lib.Manifest) -> list[dict[str, Any]]:
+  """Returns an artifact's digests as an `artifact` line holds them."""
+  found = []
+  for kind, layout in manifest.layouts.items():
+    names = [[layer, part] for layer in layout.layers
+             for part in artifact_lib.PARTS]
+    for block, parts in zip(manifest.geometries[kind].blocks,
+                            manifest.digests[kind]):
+      found.append({
+          'kind': kind, 'start': block.start, 'stop': block.stop,
+          'parts': [[*name, digest] for name, digest in zip(names, parts)]})
+  return found
 
 
 def blocks(

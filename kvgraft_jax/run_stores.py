@@ -94,7 +94,8 @@ def check(
       continue
     try:
       manifest = store.find(body['artifact'])
-      if _digests(manifest) != results.blocks(body):
+      stored = {'digests': results.digests(manifest)}
+      if results.blocks(stored) != results.blocks(body):
         raise errors.DamageError(
             'its digests are not those of the stored artifact')
       store.tokens(manifest)
@@ -109,17 +110,3 @@ def check(
         except errors.KvgraftError as e:
           found.problems.append(f'{where}: {e}')
   return found
-
-
-def _digests(
-    manifest: artifact_lib.Manifest,
-) -> list[tuple[int, int, str, str, int, str]]:
-  """Returns a manifest's digests as `results.blocks` gives a line's."""
-  return sorted(
-      (layer, block.start, part, kind, block.stop,
-       digests[i * len(artifact_lib.PARTS) + j])
-      for kind, layout in manifest.layouts.items()
-      for block, digests in zip(
-          manifest.geometries[kind].blocks, manifest.digests[kind])
-      for i, layer in enumerate(layout.layers)
-      for j, part in enumerate(artifact_lib.PARTS))

@@ -15,7 +15,6 @@ import tempfile
 import numpy as np
 
 from kvgraft_jax import cache as cache_lib
-from kvgraft_jax import config as config_lib
 from kvgraft_jax import engine
 from kvgraft_jax import grafting
 from kvgraft_jax import selftest
@@ -136,13 +135,8 @@ def _digest(
 ) -> str:
   """Returns SHA-256 over visible K and V of sequence `b`, and its logits."""
   sha = hashlib.sha256()
-  for kind in config_lib.KINDS:
-    window = model.config.spec(kind).window
-    positions = np.arange(0 if window is None else max(0, done - window), done)
-    margin = 0 if window is None else model.profile.chunk
-    for side in (cache.k, cache.v):
-      array = np.asarray(side[kind][:, b])
-      slots = margin + positions % (array.shape[1] - 2 * margin)
-      sha.update(np.ascontiguousarray(array[:, slots]).tobytes())
+  for rows in cache_lib.visible_rows(
+      cache, model.config, model.profile.chunk, done, b):
+    sha.update(rows.tobytes())
   sha.update(model.programs.run_head(model.params, last).tobytes())
   return sha.hexdigest()

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvgraft_jax import artifact
+from kvgraft_jax import cache as cache_lib
 from kvgraft_jax import config as config_lib
 from kvgraft_jax import errors
 from kvgraft_jax import hashing
@@ -153,14 +154,9 @@ class _Bench:
     """Returns SHA-256 over hidden rows, visible cache rows and logits."""
     total = len(hidden)
     sha = hashlib.sha256(hidden.tobytes())
-    for kind in config_lib.KINDS:
-      window = self.config.spec(kind).window
-      positions = np.arange(max(0, total - (window or total)), total)
-      margin = 0 if window is None else self.chunk
-      for side in (cache.k, cache.v):
-        array = np.asarray(side[kind])[:, b]
-        slots = margin + positions % (array.shape[1] - 2 * margin)
-        sha.update(np.ascontiguousarray(array[:, slots]).tobytes())
+    for rows in cache_lib.visible_rows(
+        cache, self.config, self.chunk, total, b):
+      sha.update(rows.tobytes())
     logits = self.programs.run_head(self.params, hidden[-1:])
     sha.update(logits.tobytes())
     return sha.hexdigest()

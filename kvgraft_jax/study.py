@@ -314,11 +314,9 @@ class _Steps:
   def _slots(self, kind, shape, first, stop):
     """Returns the slots of indices [first, stop) in an array of `shape`."""
     positions = self._programs.start + np.arange(first, stop)
-    window = self._model.config.spec(kind).window
-    if window is None:
-      return positions
-    margin = self._profile.chunk
-    return margin + positions % (shape[2] - 2 * margin)
+    return cache_lib.slots_at(
+        positions, self._model.config.spec(kind).window, shape[2],
+        self._profile.chunk)
 
   def _rows(self, cache, count, written):
     """Copies the block's rows to the host; the ring may have lost some."""

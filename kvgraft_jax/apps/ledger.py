@@ -96,10 +96,10 @@ def _recheck(args: Any) -> tuple[int, dict[str, Any]]:
     if args.full:
       common.pin_threads(args)  # Says what it is at, as well.
       more, said = _run_again(args.dir, lines, result)
-  *texts, verdict = recheck.report(result)[0]
+  (*texts, verdict), summary = recheck.report(result)
   for text in [*texts, *said, verdict]:
     common.say(text)
-  return int(bool(result.problems)), recheck.report(result)[1] | more
+  return int(bool(result.problems)), summary | more
 
 
 def _derive_findings(
