@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
@@ -30,6 +31,7 @@ from kvgraft_jax import programs as programs_lib
 from kvgraft_jax import recorder as recorder_lib
 from kvgraft_jax import sampling
 from kvgraft_jax import selftest
+from kvgraft_jax import speculation
 from kvgraft_jax.checkpoints import resolve
 
 Progress = Callable[[int, int], None]
@@ -205,6 +207,26 @@ class Model:
       return profile.tile
     return profile.chunk
 
+  def speculative_rows(self, speculate: int | None = None) -> int:
+    """Returns the most rows that a decode step has; 1 is no speculation.
+
+    Args:
+      speculate: rows asked for, fewer where fewer are proven; None for the
+        default, which never runs the self-test itself.
+
+    Raises:
+      UsageError: if fewer than one row is asked for.
+    """
+    if speculate == 1 or speculate is None and self._report is None:
+      return 1
+    return speculation.most_rows(
+        speculate, self.profile.tile, self.row_counts())
+
+  def row_counts(self) -> list[int]:
+    """Returns the proven row counts of a decode step (see `speculation`)."""
+    return speculation.row_counts(
+        self.profile, self.self_test().invariances)
+
   def warm_up(
       self, length: int, new: int, *, num_samples: int = 1,
       max_new_tokens: int = 0,
@@ -260,7 +282,8 @@ class Context:
     self.parent_length = 0
     self._done = 0
     self._cache: cache_lib.KVCache | None = None
-    self._last: jax.Array | None = None  # [D], hidden row of position done - 1
+    # [D], hidden row of position done - 1.
+    self._last: jax.Array | np.ndarray | None = None
     self._record = record
     self._keep: int | None = None
     self._recorder: recorder_lib.Recorder | None = None
@@ -349,22 +372,40 @@ class Context:
     """
     at, left = self._done, total - self._done
     rows = self.model.rows_for(left)
-    self._prepare(rows, total)
     valid = min(rows, left)
-    step = np.zeros((1, rows), np.int32)
-    step[0, :valid] = self.tokens[at:at + valid]
     wanted = None
     if not every:
       wanted = (valid - 1, valid) if valid == left else (0, 0)
-    hidden, self._cache = self.model.programs.run_step(
-        self.model.params, self.cache, step, np.asarray([at], np.int32),
-        wanted)
+    hidden = self._run(self.tokens[at:at + valid], rows, total, wanted)
     self._last = None
-    if hidden.shape[1]:
-      self._last = hidden[0, valid - 1 if every else 0]
+    if len(hidden):
+      self._last = hidden[valid - 1 if every else 0]
     self._done += valid
     self.tokens_computed += valid
-    return np.asarray(hidden[0])[:valid] if every else hidden[0]
+    return np.asarray(hidden)[:valid] if every else hidden
+
+  def _run(
+      self, tokens: Sequence[int], rows: int, total: int,
+      wanted: tuple[int, int] | None = None,
+  ) -> jax.Array:
+    """Runs tokens at the positions behind those done, which stay as they are.
+
+    Args:
+      tokens: at most `rows`; padding fills the step up.
+      rows: of the program.
+      total: positions to make room for.
+      wanted: rows [first, stop) to return; None for all.
+
+    Returns:
+      Hidden rows [stop - first, D].
+    """
+    self._prepare(rows, total)
+    step = np.zeros((1, rows), np.int32)
+    step[0, :len(tokens)] = tokens
+    hidden, self._cache = self.model.programs.run_step(
+        self.model.params, self.cache, step,
+        np.asarray([self._done], np.int32), wanted)
+    return hidden[0]
 
   def logits(self) -> np.ndarray:
     """Returns float32 [V], the logits behind the last token.
@@ -375,7 +416,49 @@ class Context:
     """
     return self.head(self.last_hidden()[None])[0]
 
-  def last_hidden(self) -> jax.Array:
+  def ahead(self, guess: Iterable[int]) -> Iterator[np.ndarray]:
+    """Yields the logits behind the last token, then behind right guesses.
+
+    One step runs the last token and the guess. In between the caller appends
+    the token it chooses; the first that is not the guessed one ends the
+    iteration, and rows behind it count as padding. Without a guess, or where
+    more than the last token or nothing at all is left to run, this is
+    `logits()` alone.
+
+    Args:
+      guess: ids that may follow the last token; as many as a proven step has
+        rows for are used.
+
+    Yields:
+      float32 [V].
+
+    Raises:
+      UsageError: if the context is empty or an id is not one of the model's.
+      CapacityError: if there is no room for the guess.
+      NumericsError: if a logit is not finite.
+    """
+    guess = self.model.check_tokens(guess, self.length)
+    counts = self.model.row_counts() if guess else []
+    if not counts or self._done != self.length - 1:
+      yield self.logits()
+      return
+    tokens = (self.tokens[-1:] + guess)[:counts[-1]]
+    rows = next(n for n in counts if n >= len(tokens))
+    hidden = np.asarray(self._run(tokens, rows, self.length))[:len(tokens)]
+    tile = self.model.profile.tile
+    logits = np.zeros((0, 0), np.float32)
+    for i, row in enumerate(hidden):
+      if self.tokens[self._done:] != tokens[i:i + 1]:
+        return
+      if not i % tile:  # A tile of the head at a time: the next may be idle.
+        logits = self.model.programs.run_head(
+            self.model.params, hidden[i:i + tile])
+      self._last = row
+      self._done += 1
+      self.tokens_computed += 1
+      yield self._finite(logits[i % tile])
+
+  def last_hidden(self) -> jax.Array | np.ndarray:
     """Returns the hidden row [D] of the last token.
 
     No store holds it: a grafted context runs its last position for it.
@@ -393,7 +476,10 @@ class Context:
 
   def head(self, hidden: jax.Array | np.ndarray) -> np.ndarray:
     """Returns checked logits float32 [n, V] of hidden rows [n, D]."""
-    logits = self.model.programs.run_head(self.model.params, hidden)
+    return self._finite(
+        self.model.programs.run_head(self.model.params, hidden))
+
+  def _finite(self, logits: np.ndarray) -> np.ndarray:
     if not np.isfinite(logits).all():
       raise errors.NumericsError(
           f'logits at position {self.length - 1}: expected finite values, found'
@@ -460,6 +546,7 @@ class Context:
       self, max_new_tokens: int = 64, *, temperature: float = 0.0,
       top_k: int = 0, top_p: float = 1.0, seed: int = 0, num_samples: int = 1,
       stop_ids: Iterable[int] | None = None,
+      stop_when: decode.StopWhen | None = None, speculate: int | None = None,
       on_token: Callable[[int, int], None] | None = None,
   ) -> list[decode.Generation]:
     """Samples continuations.
@@ -477,6 +564,12 @@ class Context:
       num_samples: how many.
       stop_ids: ids that end a sample and are no part of it; None for the
         tokenizer's.
+      stop_when: called with a sample's tokens so far as each is chosen; True
+        ends it behind the last of them, with 'stop'.
+      speculate: most rows of a step, which checks tokens guessed by lookup:
+        the same tokens, logits and cache in fewer steps. 1 for none; None for
+        the default, which is none before the self-test has run. Several
+        samples are never speculated.
       on_token: called with (sample, token id) as each token is chosen.
 
     Returns:
@@ -489,7 +582,7 @@ class Context:
     contexts = [self] * num_samples
     return decode.generate(
         contexts, params, max_new_tokens=max_new_tokens, stop_ids=stop_ids,
-        on_token=on_token)
+        stop_when=stop_when, speculate=speculate, on_token=on_token)
 
   def fork(self) -> Context:
     """Returns an independent copy; the device memory is copied."""

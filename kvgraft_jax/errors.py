@@ -60,3 +60,11 @@ class ConflictError(KvgraftError):
 
 class NumericsError(KvgraftError):
   """A value that must be finite is not, or an invariance did not hold."""
+
+
+class SandboxError(KvgraftError):
+  """A program cannot be run safely here, or the sandbox failed."""
+
+
+class NotVerifiedError(KvgraftError):
+  """An answer did not pass its check, so nothing may be kept of it."""

@@ -200,7 +200,7 @@ def run(
       evidence_parts.PARTS[part](work)
     for text in findings.sentences(ledger.lines):
       ledger.append('note', {'role': findings.ROLE, 'text': text,
-                             'rules': findings.VERSION})
+                             'rules': findings.version(ledger.lines)})
     if before_end:
       before_end(ledger)
     ledger.append('end', {'status': 'done'})

@@ -1,4 +1,4 @@
-"""What an evidence run found, in sentences, from the figures of its ledger.
+"""What a run found, in sentences, from the figures of its ledger.
 
 Each is a `note` line with the role `finding`; anybody derives them again from
 the summaries in front of them. Words such as "flat" have their threshold here,
@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import statistics
 from typing import Any
+
+from kvgraft_jax import findings_flywheel
 
 ROLE = 'finding'
 # Raised with every change of a sentence, so that older runs are not said to be
@@ -34,8 +36,10 @@ def sentences(lines: Sequence[Mapping[str, Any]]) -> list[str]:
   """Returns the findings of the parts that a ledger holds.
 
   Args:
-    lines: of an evidence run, all or those in front of its findings.
+    lines: of a run, all or those in front of its findings.
   """
+  if lines[0]['body']['run'] == 'flywheel':
+    return findings_flywheel.sentences(lines)
   bodies = [(line['kind'], line['body']) for line in lines]
   return list(_Findings(
       bodies[0][1],
@@ -53,9 +57,17 @@ def random_weights(source: str) -> bool:
   return source.startswith(('tiny', 'random'))
 
 
-def derivable(body: Mapping[str, Any]) -> bool:
-  """Tells whether a `note` body is a finding by the present sentences."""
-  return body.get('role') == ROLE and body.get('rules', 1) == VERSION
+def version(lines: Sequence[Mapping[str, Any]]) -> int:
+  """Returns the version of the sentences of such a run."""
+  flywheel = lines[0]['body'].get('run') == 'flywheel'
+  return findings_flywheel.VERSION if flywheel else VERSION
+
+
+def derivable(
+    body: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]
+) -> bool:
+  """Tells whether a `note` of a run is a finding by the present sentences."""
+  return body.get('role') == ROLE and body.get('rules', 1) == version(lines)
 
 
 class _Findings:

@@ -19,6 +19,7 @@ from kvgraft_jax import engine
 from kvgraft_jax import entries
 from kvgraft_jax import errors
 from kvgraft_jax import evidence
+from kvgraft_jax import flywheel
 from kvgraft_jax import ledger as ledger_lib
 from kvgraft_jax import numerics
 from kvgraft_jax import recheck
@@ -53,10 +54,11 @@ def replay(
   Raises:
     IncompatibleError: if the model here is another one; nothing has run then.
     DamageError: if the registration is not the published one.
-    KvgraftError: as `evidence.run` does.
+    KvgraftError: as the run itself does.
   """
   value, found = registration.read(path, sha256)
-  settings = evidence.Settings.from_json(value['config'])
+  runner = _runner(value['config'])
+  settings = runner.Settings.from_json(value['config'])
   if model is not None:
     settings = dataclasses.replace(settings, model=model)
   _check_model(settings.model, value['model'], os.fspath(path))
@@ -65,11 +67,16 @@ def replay(
   def before_end(ledger: ledger_lib.Ledger) -> None:
     kept.append(conclude(ledger, value, found))
 
-  evidence.run(
+  runner.run(
       settings, directory, command=list(command), progress=progress,
       registration={'sha256': found, 'name': pathlib.Path(path).name},
       before_end=before_end)
   return kept[0], found
+
+
+def _runner(config: Mapping[str, Any]) -> Any:
+  """Returns the module that runs such settings."""
+  return flywheel if 'dataset' in config else evidence
 
 
 def _check_model(spec: str, theirs: Mapping[str, str], where: str) -> None:
@@ -165,8 +172,10 @@ _RUNS: dict[tuple[str, str], list[dict[str, Any]]] = {}
 
 
 def _check_part(lines: Lines, verdict: Mapping[str, Any]) -> bool:
-  """Runs a part of an evidence run again; all must be as recorded."""
+  """Runs a part of a run again, or all of it; all must be as recorded."""
   part = verdict['checker']
+  if lines[0]['body']['run'] == 'flywheel':
+    part = 'flywheel'
   key = lines[-1]['hash'], part
   if key not in _RUNS:  # Several verdicts may rest on one part.
     _RUNS[key] = _run_part(lines, part)
@@ -189,10 +198,12 @@ def _run_part(lines: Lines, part: str) -> list[dict[str, Any]]:
   run = lines[0]['body']
   _check_here(run, [
       line['body'] for line in lines if line['kind'] == 'profile'])
-  settings = dataclasses.replace(
-      evidence.Settings.from_json(run['config']), parts=(part,))
+  runner = _runner(run['config'])
+  settings = runner.Settings.from_json(run['config'])
+  if runner is evidence:
+    settings = dataclasses.replace(settings, parts=(part,))
   with tempfile.TemporaryDirectory(prefix='kvgraft-recheck-') as place:
-    evidence.run(settings, place)
+    runner.run(settings, place)
     return ledger_lib.read(place)
 
 
@@ -296,5 +307,6 @@ def _find(lines: Lines, kind: str, name: str) -> Mapping[str, Any]:
 CHECKERS = {
     'replay': _check_replay,
     'self_test': _check_self_test,
-    **{part: _check_part for part in evidence.PARTS},
+    **{part: _check_part
+       for part in (*evidence.PARTS, 'flywheel', 'verified')},
 }

@@ -15,6 +15,7 @@ from typing import Any
 from kvgraft_jax import errors
 from kvgraft_jax import findings
 from kvgraft_jax import ledger
+from kvgraft_jax import report_flywheel
 from kvgraft_jax import report_page as page
 from kvgraft_jax import report_setup
 from kvgraft_jax import report_study
@@ -64,7 +65,8 @@ def render_lines(lines: Sequence[Mapping[str, Any]]) -> str:
   verdicts = view.take('verdict')
   sections = [
       _findings(view), report_verdicts.section(verdicts, summaries),
-      _exactness(view), _invariance(view), study, _resources(view),
+      *_flywheel(view), _exactness(view), _invariance(view), study,
+      _resources(view),
       report_setup.section(
           run, view.take('profile'), view.take('input'), view.take('artifact'),
           [line['kind'] for line in lines]),
@@ -157,7 +159,7 @@ def _findings(view: _Lines) -> page.Section:
   notes = [page.plain(body.get('text', '')) for body in bodies]
   if not notes:
     return page.absent(title)
-  if not all(map(findings.derivable, bodies)):
+  if not all(findings.derivable(body, view.all) for body in bodies):
     return page.Section('found', title, [*map(page.Text, notes), page.Text(
         'another version of this program wrote these sentences, and they were'
         ' not derived again; the tables count.', 'warning')])
@@ -182,6 +184,19 @@ def _findings(view: _Lines) -> page.Section:
 
 def _is_finding(body: Mapping[str, Any]) -> bool:
   return body.get('role') == findings.ROLE
+
+
+def _flywheel(view: _Lines) -> list[page.Section]:
+  """Returns the section of a flywheel run, none of another run."""
+  answers = view.take('answer')
+  if not answers:
+    return []
+  ids = {page.plain(body.get('id')) for body in answers}
+  view.take('dataset')
+  return [report_flywheel.section(
+      answers, view.take('score', lambda b: page.plain(b.get('id')) in ids),
+      view.take('likelihood'), view.take('problem'), view.take('attempt'),
+      view.take('entry'))]
 
 
 def _exactness(view: _Lines) -> page.Section:

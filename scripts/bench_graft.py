@@ -134,8 +134,9 @@ class Case:
       cold.append((prefill, prefill + step + head))
       cold_computed = context.tokens_computed
     decode = self.args.decode
-    context.generate(1, stop_ids=())
-    decode_s = seconds(lambda: context.generate(decode, stop_ids=()))
+    options = {'stop_ids': (), 'speculate': 1}
+    context.generate(1, **options)
+    decode_s = seconds(lambda: context.generate(decode, **options))
     del context
     parts, hashes = [], set()
     for _ in range(self.args.repeats + 1):

@@ -344,6 +344,29 @@ def test_samples_are_those_drawn_alone():
   assert 'top_p' in refusal(2, *args, '--top_p=0')
 
 
+def test_speculation_changes_the_steps_alone(tmp_path):
+  store = f'--store={tmp_path}'
+  ok('deposit', TINY, store, '--prompt=' + 'ab cd ' * 9, '--name=a')
+  for command in (('generate', '--prompt=' + 'ab cd ' * 9),
+                  ('graft', store, '--artifact=a', '--prompt=ab')):
+    args = (*command, TINY, '--max_new_tokens=40')
+    plain, fast, most = (
+        ok(*args, *more) for more in (['--speculate=1'], [], ['--speculate=7']))
+    assert plain['decode_steps'] == 40 and plain['tokens_per_step'] == 1
+    assert plain['speculate'] == 1
+    assert fast['speculate'] == 16 and most['speculate'] == 7
+    for other in (fast, most):
+      assert other['decode_steps'] < 40
+      assert other['tokens_per_step'] == round(40 / other['decode_steps'], 3)
+      for key in ('token_ids', 'text', 'logits_sha256', 'finish_reason'):
+        assert other[key] == plain[key]
+  several = ok(*args, '--num_samples=2', '--speculate=7')
+  assert several['speculate'] == several['tokens_per_step'] == 1
+  logits = ok(*args[:-1], '--max_new_tokens=0')
+  assert logits['decode_steps'] == 0 and logits['tokens_per_step'] is None
+  assert 'speculate' in refusal(2, *args, '--speculate=0')
+
+
 def test_numerics_shows_the_self_test():
   result = call('numerics', TINY, '--quick')
   got = result.json

@@ -12,8 +12,10 @@ from kvgraft_jax import numerics
 from kvgraft_jax import plan
 from kvgraft_jax.apps import deposit
 from kvgraft_jax.apps import flags
+from kvgraft_jax.apps import flywheel
 from kvgraft_jax.apps import verify
 
+FLYWHEELS = ('flywheel_270m', 'aime2025_gemma4_12b', 'aime2025_gemma4_31b')
 CONFIGS = pathlib.Path(__file__).resolve().parent.parent / 'configs'
 SIZES = {name.replace('-', '_'): name for name in config_lib.PRESETS}
 
@@ -70,7 +72,21 @@ def test_the_json_form_is_the_config(config):
 
 def test_each_published_size_has_a_file():
   found = {p.stem for p in CONFIGS.glob('*.py')}
-  assert found == {*SIZES, 'tiny'}
+  assert found == {*SIZES, *FLYWHEELS, 'tiny'}
+
+
+@pytest.mark.parametrize('stem', FLYWHEELS)
+def test_a_flywheel_config_is_accepted(stem):
+  path = CONFIGS / f'{stem}.py'
+  values = absl_flags.FlagValues()
+  flywheel.define(values)
+  flags.common(values)
+  flags.parse(values, ['/run', f'--config={path}'], flywheel.POSITIONAL)
+  assert values.model.endswith(stem.rpartition('_')[2])
+  assert values.style == ('plain' if '270m' in stem else 'chat')
+  assert values.programs is None or (CONFIGS.parent / values.programs).exists()
+  text = runpy.run_path(str(path))['__doc__']
+  assert 'Expected' in text and f'--config=configs/{stem}.py' in text
 
 
 @pytest.mark.parametrize('stem', SIZES)

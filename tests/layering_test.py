@@ -13,18 +13,23 @@ ROOT = make_build.ROOT
 # Within a tier a module may import those to its left. `apps.*` and
 # `checkpoints.*` stand for the modules there, `__init__` included.
 TIERS = (
-    ('errors', 'hashing', 'paths', 'recheck'),
-    ('config', 'chat', 'tokenizer', 'rope', 'numerics', 'memory'),
+    ('errors', 'hashing', 'paths', 'recheck', 'sandbox_child'),
+    ('config', 'chat', 'tokenizer', 'rope', 'numerics', 'memory',
+     'answers', 'sandbox', 'statements', 'parameters'),
     ('cache', 'layers', 'experts', 'attention'),
     ('model', 'reference', 'sharding', 'checkpoints.*', 'nn', 'artifact',
-     'ledger', 'findings', 'results', 'registration', 'resources'),
-    ('store', 'sampling', 'programs', 'selftest', 'recorder', 'decode',
-     'engine'),
+     'ledger', 'findings_flywheel', 'findings', 'results', 'registration',
+     'resources', 'checkers', 'datasets', 'records', 'entry_checks',
+     'library', 'routing'),
+    ('store', 'sampling', 'programs', 'selftest', 'recorder',
+     'speculation', 'decode', 'engine'),
     ('grafting', 'verification', 'measure', 'plan', 'study', 'schedules',
-     'entries', 'evidence_parts', 'evidence', 'run_stores', 'divergence',
-     'replay', 'report_page', 'report_plots', 'report_setup', 'report_study',
-     'report_verdicts',
-     'report', 'paging', 'checkers', 'library', 'flywheel'),
+     'entries', 'evidence_parts', 'evidence', 'prompts', 'gate', 'ladder',
+     'flywheel_work', 'flywheel_solve', 'flywheel_ask', 'flywheel_totals',
+     'flywheel', 'run_stores', 'divergence', 'replay', 'report_page',
+     'report_plots', 'report_setup', 'report_study', 'report_verdicts',
+     'report_flywheel',
+     'report', 'paging'),
     ('testing', '__init__'),
     ('apps.*',),
 )
@@ -32,7 +37,7 @@ TIERS = (
 # Neither these nor what they import may import jax.
 WITHOUT_JAX = (
     'errors', 'hashing', 'paths', 'artifact', 'recheck', 'ledger',
-    'findings', 'registration', 'report')
+    'findings', 'registration', 'report', 'checkers', 'datasets', 'routing')
 JAX = ('jax', 'jaxlib', 'flax')
 
 # What may be imported at the top of a module; all else where it is used.

@@ -54,6 +54,24 @@ def test_bench_refuses_an_unknown_section():
   assert 'found speed' in done.stderr
 
 
+def test_speculation_bench_compares_and_counts():
+  done = _script('bench_speculation.py', '--quick', '--rows=4,8')
+  assert done.returncode == 0, done.stderr
+  report = json.loads(done.stdout.splitlines()[-1])
+  assert report['equal'] is True and report['rows_in_force'] == {
+      '4': 4, '8': 8}
+  for group in ('repeating', 'other'):
+    assert report[group].keys() == {'4', '8'}
+    for found in report[group].values():
+      assert found['equal'] == dict.fromkeys(
+          ('tokens', 'logits', 'cache', 'deposit'), found['prompts'])
+      assert found['prompts'] == 2 and found['tokens'] > found['steps'] > 0
+      assert found['seconds'] > 0 and found['wall_ratio'] > 0
+  assert report['repeating']['8']['steps'] < report['repeating']['4']['steps']
+  assert 'tokens/step' in done.stdout
+  assert _script('bench_speculation.py', '--rows=1').returncode == 2
+
+
 REPORT = {
     'matmuls': {
         'a.qkv': {'equal_128': {'1': [16, 64, 128]}, 'equal_512': {'1': [512]}},

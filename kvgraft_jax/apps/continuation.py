@@ -29,6 +29,7 @@ class Options:
   top_p: float = 1.0
   seed: int = 0
   num_samples: int = 1
+  speculate: int | None = None
 
   @classmethod
   def of(cls, args: Any) -> Options:
@@ -81,13 +82,19 @@ def answer(
     made = context.generate(
         **dataclasses.asdict(options), on_token=printer.push)
     printer.finish()
+  decoded = sum(len(g.token_ids) for g in made)
+  steps = sum(g.steps for g in made)
+  rows = context.model.speculative_rows(options.speculate)
   for number, sample in enumerate(made if len(made) > 1 else ()):
     common.say(f'--- sample {number}\n{sample.text}')
   return context, {
       'text': made[0].text if made else '',
       'token_ids': made[0].token_ids if made else [],
       **result,
-      'tokens_decoded': sum(len(g.token_ids) for g in made),
+      'tokens_decoded': decoded,
+      'decode_steps': steps,
+      'tokens_per_step': round(decoded / steps, 3) if steps else None,
+      'speculate': rows if options.num_samples == 1 else 1,
       'finish_reason': made[0].finish_reason if made else 'length',
       'samples': [{'text': g.text, 'token_ids': g.token_ids,
                    'finish_reason': g.finish_reason} for g in made],

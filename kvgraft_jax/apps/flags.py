@@ -141,6 +141,11 @@ def sampling(fv: flags.FlagValues) -> None:
   flags.DEFINE_integer('seed', 0, 'Of the draws.', flag_values=fv)
   flags.DEFINE_integer(
       'num_samples', 1, 'How many continuations.', flag_values=fv)
+  flags.DEFINE_integer(
+      'speculate', None, 'Most rows of a decode step, which checks tokens'
+      ' guessed by looking up the last two in the context: the same bits in'
+      ' fewer steps. 1 is none; left out, what pays on this device.',
+      lower_bound=1, flag_values=fv)
 
 
 @functools.cache

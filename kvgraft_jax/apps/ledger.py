@@ -105,10 +105,11 @@ def _recheck(args: Any) -> tuple[int, dict[str, Any]]:
 def _derive_findings(
     lines: list[recheck.Line], result: recheck.Result
 ) -> None:
-  """Derives the findings of an evidence run; adds problems and counts."""
+  """Derives the findings of a run; adds problems and counts."""
   notes = [(number, line) for number, line in enumerate(lines, 1)
-           if line['kind'] == 'note' and findings.derivable(line['body'])]
-  if not notes or lines[0]['body']['run'] != 'evidence':
+           if line['kind'] == 'note'
+           and findings.derivable(line['body'], lines)]
+  if not notes or lines[0]['body']['run'] not in ('evidence', 'flywheel'):
     return
   try:
     derived = findings.sentences(lines)
@@ -117,7 +118,7 @@ def _derive_findings(
     number, line = notes[0]
     result.problems.append(
         f'{recheck.where(number, line)}: findings cannot be derived, the'
-        f' figures are not those of an evidence run ({type(e).__name__}:'
+        f' figures are not those of such a run ({type(e).__name__}:'
         f' {e!a:.80})')
     return
   for number, line in notes:

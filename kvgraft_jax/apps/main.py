@@ -21,13 +21,15 @@ COMMANDS = {
     'tokenize': 'text to token ids and back',
     'numerics': 'what fixes the bits here: profile, class, self-test',
     'plan': 'memory and storage that a model needs, without loading it',
+    'flywheel': 'solve a dataset, keep what is verified, ask it again',
+    'library': 'keep verified solutions: add, list, verify again, export',
     'evidence': 'measure what is exact here and what is not, into a ledger',
     'ledger': 'check, register, repeat and compare recorded runs',
     'report': 'show a recorded run as one HTML page',
     'ls': 'list a store',
     'show': 'everything about one artifact',
 }
-WITH_ACTIONS = ('ledger',)
+WITH_ACTIONS = ('ledger', 'library')
 
 
 def usage() -> str:
@@ -56,10 +58,11 @@ def main(argv: Sequence[str]) -> int:
     return cli.show(f'{kvgraft_jax.__version__}\n')
   if name in COMMANDS:
     return cli.execute(name, argv[1:])
-  known = dict.fromkeys(COMMANDS, '')
+  known: dict[str, str] = {}
   for command in WITH_ACTIONS:
     module = importlib.import_module(f'kvgraft_jax.apps.{command}')
     known |= dict.fromkeys(module.ACTIONS, f'{command} ')
+  known |= dict.fromkeys(COMMANDS, '')
   close = difflib.get_close_matches(name, known, 1)
   hint = (f'did you mean `kvgraft {known[close[0]]}{close[0]}`?' if close
           else 'see `kvgraft --help`')

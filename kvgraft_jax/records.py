@@ -1,0 +1,368 @@
+"""The records of a library: one SQLite file, only ever appended to.
+
+A record is canonical JSON, named by its hash; each row holds a hash over all
+records so far. The columns beside a record only find it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import contextlib
+import json
+import os
+import pathlib
+import sqlite3
+from typing import Any
+import urllib.parse
+
+from kvgraft_jax import errors
+from kvgraft_jax import hashing
+
+FILE = 'library.sqlite'
+FORMAT = 1
+NO_HEAD = '0' * 64
+Path = str | os.PathLike[str]
+Record = dict[str, Any]
+
+_APPLICATION = 0x6B766C62  # 'kvlb'.
+_WAIT_S = 60
+_PAGE = 500  # Records that are read at once: an open query holds up writers.
+
+_SCHEMA = (
+    # `subject` is the entry that a record is about; an entry has its own id.
+    'CREATE TABLE records (seq INTEGER PRIMARY KEY, id TEXT NOT NULL,'
+    ' kind TEXT NOT NULL, subject TEXT, address TEXT, template TEXT,'
+    ' method TEXT, family TEXT, head TEXT NOT NULL, record BLOB NOT NULL)',
+    'CREATE INDEX by_id ON records (id)',
+    'CREATE INDEX by_subject ON records (subject, kind)',
+    'CREATE INDEX by_address ON records (address) WHERE address IS NOT NULL',
+    'CREATE INDEX by_template ON records (template, seq, method)'
+    ' WHERE template IS NOT NULL',
+    "CREATE TRIGGER no_update BEFORE UPDATE ON records BEGIN SELECT"
+    " RAISE(ABORT, 'records are never changed'); END",
+    "CREATE TRIGGER no_delete BEFORE DELETE ON records BEGIN SELECT"
+    " RAISE(ABORT, 'records are never removed'); END",
+    f'PRAGMA application_id = {_APPLICATION}',
+    f'PRAGMA user_version = {FORMAT}',
+)
+KEPT = "NOT EXISTS (SELECT 1 FROM records r WHERE r.subject = e.id AND" \
+    " r.kind = 'retraction')"
+
+
+def name_of(record: bytes) -> str:
+  """Returns the name of a record from its canonical JSON."""
+  return hashing.sha256('kvgraft.record', record)
+
+
+def template_id(skeleton: str) -> str:
+  """Returns what a template is found by."""
+  return hashing.sha256('kvgraft.template', skeleton.encode('utf-8'))
+
+
+class Records:
+  """The file in a directory. A context manager; one thread uses it.
+
+  Two processes may append at the same time, and one that is killed at any
+  moment leaves what was there before its last transaction, or after it.
+  """
+
+  def __init__(self, path: Path, create: bool = False):
+    """Opens a library.
+
+    Args:
+      path: of its directory.
+      create: begin one where there is none.
+
+    Raises:
+      NotFoundError: if there is none.
+      UsageError: if the file is another program's.
+      DamageError: if it is no database.
+      StorageError: if it cannot be opened.
+    """
+    self._folder = pathlib.Path(path)
+    self.file = self._folder / FILE
+    if create:
+      try:
+        self._folder.mkdir(parents=True, exist_ok=True)
+      except OSError as e:
+        raise errors.StorageError(
+            f'{self._folder}: {e.strerror}; check the path and its permissions'
+        ) from None
+    elif not os.path.lexists(self.file):
+      raise errors.NotFoundError(
+          f'{self._folder}: there is no {FILE}; give the directory of a'
+          ' library')
+    quoted = urllib.parse.quote(os.fspath(self.file.absolute()))
+    mode = 'rwc' if create else 'rw'
+    with self.guard():
+      self._db = sqlite3.connect(
+          f'file:{quoted}?mode={mode}', uri=True, timeout=_WAIT_S,
+          isolation_level=None)
+    try:
+      self._open(create)
+    except BaseException:
+      self.close()
+      raise
+
+  def __enter__(self) -> Records:
+    return self
+
+  def __exit__(self, *unused_exc_info) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Closes the file; calling it again does nothing."""
+    self._db.close()
+
+  @property
+  def path(self) -> pathlib.Path:
+    """The library's directory."""
+    return self._folder
+
+  # The file.
+
+  def _open(self, create: bool) -> None:
+    with self.guard():
+      self._db.execute('PRAGMA synchronous = EXTRA')
+      kind = self.value('PRAGMA application_id')
+      if not kind and not self.value('SELECT count(*) FROM sqlite_master'):
+        if not create:
+          raise errors.NotFoundError(
+              f'{self.file}: holds nothing yet; add an entry')
+        with self.transaction():
+          if not self.value('SELECT count(*) FROM sqlite_master'):
+            for statement in _SCHEMA:
+              self._db.execute(statement)
+        kind = self.value('PRAGMA application_id')
+      version = self.value('PRAGMA user_version')
+    if (kind, version) != (_APPLICATION, FORMAT):
+      raise errors.UsageError(
+          f'{self.file}: is a database of another program or version (kind'
+          f' {kind}, version {version}), expected a library of version'
+          f' {FORMAT}; choose another directory')
+
+  def value(self, sql: str, *values: Any) -> Any:
+    """Returns the first column of the first row, None without any."""
+    row = self._db.execute(sql, values).fetchone()
+    return row and row[0]
+
+  @contextlib.contextmanager
+  def guard(self) -> Iterator[None]:
+    """Makes one line of what SQLite raises."""
+    try:
+      yield
+    except sqlite3.Error as e:
+      text = str(e)
+      if isinstance(e, sqlite3.ProgrammingError):
+        raise errors.UsageError(
+            f'{self._folder}: the library is closed ({text}); open it'
+        ) from None
+      if isinstance(e, sqlite3.OperationalError) and not any(
+          word in text for word in ('no such', 'malformed')):
+        raise errors.StorageError(
+            f'{self.file}: {text}; nothing was changed: check its'
+            ' permissions, the space, and whether another process holds it'
+        ) from None
+      raise errors.DamageError(
+          f'{self.file}: {text}; expected the library as it was written,'
+          ' restore it from a copy or import an export') from None
+
+  @contextlib.contextmanager
+  def transaction(self) -> Iterator[None]:
+    """Writes all or nothing."""
+    with self.guard():
+      self._db.execute('BEGIN IMMEDIATE')
+      try:
+        yield
+        self._db.execute('COMMIT')
+      except BaseException:
+        if self._db.in_transaction:
+          self._db.execute('ROLLBACK')
+        raise
+
+  def append(self, record: Record) -> str:
+    """Appends a record within a transaction; returns its id."""
+    data = hashing.canonical_json(record)
+    name = name_of(data)
+    self._db.execute(
+        'INSERT INTO records (id, kind, subject, address, template, method,'
+        ' family, head, record) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)',
+        (name, *_columns(name, record), _link(self._head(), name), data))
+    return name
+
+  def _head(self) -> str:
+    return self.value(
+        'SELECT head FROM records ORDER BY seq DESC LIMIT 1') or NO_HEAD
+
+  @property
+  def head(self) -> str:
+    """Hash over all records in their order; 64 zeros without any."""
+    with self.guard():
+      return self._head()
+
+  def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+    """Returns the rows of a query."""
+    with self.guard():
+      return self._db.execute(sql, values).fetchall()
+
+  def find(self, where: str, *values: Any) -> list[
+      tuple[int, str, Record]]:
+    """Returns place, id and content of records, each checked."""
+    rows = self.rows(
+        f'SELECT seq, id, record FROM records e WHERE {where}', *values)
+    return [(place, name, self._parse(place, name, data))
+            for place, name, data in rows]
+
+  def every(self, where: str, *values: Any) -> Iterator[
+      tuple[int, str, Record]]:
+    """Yields what `find` returns, in order, some at a time."""
+    place = 0
+    while found := self.find(
+        f'{where} AND seq > ? ORDER BY seq LIMIT {_PAGE}', *values, place):
+      yield from found
+      place = found[-1][0]
+
+  def _parse(self, place: int, name: str, data: Any) -> Record:
+    if not isinstance(data, bytes) or name_of(data) != name:
+      raise errors.DamageError(
+          f'{self.file}: record {place} is not what its name {name!a:.80}'
+          ' says; restore the library from a copy or import an export')
+    return json.loads(data)
+
+  def once(self, record: Record) -> str:
+    """Appends a record unless it is there; returns its id."""
+    name = name_of(canonical(record))
+    if not self.has(name):
+      self.append(record)
+    return name
+
+  def has(self, name: str, kind: str | None = None) -> bool:
+    """Tells whether there is a record with an id, of a kind."""
+    found = self.value('SELECT kind FROM records WHERE id = ?', name)
+    return found is not None and kind in (None, found)
+
+  def check(self) -> int:
+    """Checks every record, the chain and the indices; returns the count.
+
+    Raises:
+      DamageError: naming what is not as it was written.
+    """
+    head, count, verified, entries = NO_HEAD, 0, set(), set()
+    with self.guard():
+      said = self.value('PRAGMA integrity_check(1)')
+      if said != 'ok':
+        raise errors.DamageError(
+            f'{self.file}: {" ".join(said.split())[:200]}; restore the library'
+            ' from a copy or import an export')
+      rows = self._db.execute(
+          'SELECT seq, id, record, head, kind, subject, address, template,'
+          ' method, family FROM records ORDER BY seq')
+      for place, name, data, linked, *columns in rows:
+        count += 1
+        record = self._parse(place, name, data)
+        head = _link(head, name)
+        if (place, linked, columns) != (count, head, _columns(name, record)):
+          raise errors.DamageError(
+              f'{self.file}: record {place} is not in its place or its columns'
+              ' are not its own; restore the library from a copy or import an'
+              ' export')
+        if record['kind'] == 'entry':
+          entries.add(name)
+        elif record['kind'] == 'verification' and record['passed']:
+          verified.add(record['entry'])
+    if entries - verified:
+      raise errors.DamageError(
+          f'{self.file}: entry {min(entries - verified)} was never verified;'
+          ' restore the library from a copy')
+    return count
+
+  def export(self, path: Path) -> int:
+    """Writes all records to a new JSONL file; returns how many.
+
+    Raises:
+      UsageError: if the file exists.
+      StorageError: if it cannot be written.
+    """
+    target = pathlib.Path(path)
+    count = 0
+    try:
+      with open(target, 'xb') as f:
+        try:
+          f.write(hashing.canonical_json(
+              {'format': FORMAT, 'kind': 'library', 'head': self.head}) + b'\n')
+          for _, _, record in self.every('1'):
+            f.write(hashing.canonical_json(record) + b'\n')
+            count += 1
+          f.flush()
+          os.fsync(f.fileno())
+        except BaseException:
+          target.unlink(missing_ok=True)
+          raise
+    except FileExistsError:
+      raise errors.UsageError(
+          f'{target}: exists already; choose another name') from None
+    except OSError as e:
+      raise errors.StorageError(
+          f'{target}: {e.strerror}; check the path, its permissions and space'
+      ) from None
+    return count
+
+
+def _columns(name: str, record: Record) -> list[str | None]:
+  """Returns kind, subject, address, template, method, family of a record."""
+  if record['kind'] != 'entry':
+    return [record['kind'], record.get('entry'), None, None, None, None]
+  return ['entry', name, record['address'], template_id(record['template']),
+          None if record['parameters'] is None else method_id(record),
+          record['family']]
+
+
+def method_id(record: Record) -> str:
+  """Returns what the programs and the schema of an entry are found by."""
+  return hashing.json_sha256(
+      'kvgraft.method', [record['programs'], record['parameters']])
+
+
+def _link(head: str, name: str) -> str:
+  return hashing.sha256('kvgraft.chain', head.encode(), name.encode())
+
+
+def canonical(record: Record) -> bytes:
+  """Returns the canonical JSON of a record.
+
+  Raises:
+    UsageError: if it has none.
+  """
+  try:
+    return hashing.canonical_json(record)
+  except (TypeError, UnicodeEncodeError) as e:
+    raise errors.UsageError(
+        f'the entry cannot be written: {e}; give text and integers') from None
+
+
+def read_export(path: pathlib.Path) -> list[tuple[str, Record]]:
+  """Returns id and content of the records of an export, its chain checked."""
+  try:
+    lines = path.read_bytes().splitlines()
+  except OSError as e:
+    raise errors.NotFoundError(
+        f'{path}: {e.strerror}; give a file that `kvgraft library export` wrote'
+    ) from None
+  try:
+    first, *rest = [json.loads(line) for line in lines]
+    if (first['kind'], first['format']) != ('library', FORMAT):
+      raise ValueError('it is of another kind or version')
+    records = [(name_of(line), record)
+               for line, record in zip(lines[1:], rest)]
+    head = NO_HEAD
+    for name, record in records:
+      head = _link(head, name)
+      if not isinstance(record['kind'], str):
+        raise ValueError('a record has no kind')
+    if head != first['head']:
+      raise ValueError('its records are not those that its head names')
+  except (ValueError, KeyError, TypeError) as e:
+    raise errors.DamageError(
+        f'{path}: is no whole export of a library ({e!s:.120}); export it'
+        ' again') from None
+  return records
