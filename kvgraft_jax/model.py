@@ -193,13 +193,15 @@ def _layer(
     k_bits = cache_lib.to_bits(k, profile.dtype)
     v_bits = cache_lib.to_bits(v, profile.dtype)
   mixed = []
-  for b in range(n_batch):
-    rows = slice(b * n_rows, (b + 1) * n_rows)
-    if not shared:
-      k_cache = cache_lib.write_rows(
-          k_cache, k_bits[rows], row, b, starts[b], margin)
-      v_cache = cache_lib.write_rows(
-          v_cache, v_bits[rows], row, b, starts[b], margin)
+  sequences = [slice(b * n_rows, (b + 1) * n_rows) for b in range(n_batch)]
+  # All are written before the first loop reads: XLA copies the whole cache for
+  # a write between two loops of one layer.
+  for b, rows in enumerate(sequences) if not shared else ():
+    k_cache = cache_lib.write_rows(
+        k_cache, k_bits[rows], row, b, starts[b], margin)
+    v_cache = cache_lib.write_rows(
+        v_cache, v_bits[rows], row, b, starts[b], margin)
+  for b, rows in enumerate(sequences):
     out, k_cache, v_cache = attention.attend(
         q[rows], k_cache, v_cache, layer=row, b=b, start=starts[b], spec=spec,
         profile=profile, one=s['one'], first_position=s.get('first_position'))

@@ -3,9 +3,10 @@
 It is started as `python -I -S sandbox_child.py PARENT_PID`, reads one JSON
 request from stdin and writes one JSON result to stdout. Three processes: the
 supervisor (here: clock, memory, output), `init` (first process of new
-namespaces: it builds a root of read-only binds and waits) and the program. The program holds no descriptor that leads out, init's death ends all
-that it ever started, and init dies with the supervisor, which dies with the
-caller. Standard library alone, and nothing of this package.
+namespaces: it builds a root of read-only binds and waits) and the program.
+The program holds no descriptor that leads out, init's death ends all that it
+ever started, and init dies with the supervisor, which dies with the caller.
+Standard library alone, and nothing of this package.
 """
 
 import base64
@@ -292,6 +293,7 @@ def _program(request: dict[str, Any], fds: tuple[int, int, int], status: int,
   try:
     # A group of processes can span namespaces, and so could its signals.
     os.setsid()
+    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     for target, fd in enumerate(fds):
       os.dup2(fd, target)
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM,

@@ -139,11 +139,12 @@ _FREE = {'parameter', 'get-tuple-element', 'bitcast', 'dynamic-update-slice',
          'fusion', 'while', 'tuple', 'conditional', 'call'}
 
 
-def _check_step(config, profile, rows, capacity, params, program='step'):
+def _check_step(
+    config, profile, rows, capacity, params, program='step', batch=1):
   """Inspects a compiled program for cache-sized work; returns its size."""
   programs = programs_lib.Programs(config, profile, params)
-  compiled = getattr(programs, program)(rows, 1, capacity)
-  shapes = set(cache_lib.shapes(config, profile, 1, capacity).values())
+  compiled = getattr(programs, program)(rows, batch, capacity)
+  shapes = set(cache_lib.shapes(config, profile, batch, capacity).values())
   sizes = {math.prod(shape) for shape in shapes}
   seen, bad = set(), []
   for line in compiled.as_text().splitlines():
@@ -172,6 +173,12 @@ def test_step_has_no_cache_sized_copy_or_convert(rows, dtype):
   temporaries, cache = _check_step(
       model.config, model.profile, rows, 8208, model.params)
   assert temporaries < cache, 'a temporary as large as the cache'
+
+
+@pytest.mark.parametrize('dtype', numerics.DTYPES)
+def test_nor_has_a_step_of_several_sequences(dtype):
+  model = model_helpers.tiny(dtype)
+  _check_step(model.config, model.profile, 4, 8208, model.params, batch=4)
 
 
 @pytest.mark.parametrize('name, program', [

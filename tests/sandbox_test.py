@@ -630,11 +630,12 @@ def test_nothing_outlives_the_caller(nothing_left, number, unsafe):
         pass
     except ChildProcessError:
       pass
-    return not sandbox_helpers.descendants()
-  if unsafe and number == signal.SIGKILL:
-    # Without namespaces only the program's first process is sure to die.
-    for pid in sandbox_helpers.descendants():
-      os.kill(pid, signal.SIGKILL)
+    left = sandbox_helpers.descendants()
+    if unsafe and number == signal.SIGKILL and 0 < len(left) < 4:
+      # Without namespaces only the program's first process is sure to die.
+      for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return not left
   assert sandbox_helpers.wait_until(reaped)
 
 
