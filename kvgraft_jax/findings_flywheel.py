@@ -36,7 +36,8 @@ def _sentences(
   bare = [
       f'{name} {_of(f, first[what])}' for what, name in (
           ('greedy', 'one greedy solution'), ('vote', 'a vote of samples'),
-          ('ladder', 'the whole ladder')) if f'{first[what]}/count' in f]
+          ('ladder', 'the whole ladder, where the check picks the answer'))
+      if f'{first[what]}/count' in f]
   yield (f'Without the library, at most {config["budget"]:,} tokens a problem:'
          f' right are {", ".join(bare)}, with'
          f' {f[first["ladder"] + "/decoded"]:,} tokens decoded.')
