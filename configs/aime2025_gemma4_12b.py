@@ -5,9 +5,9 @@ r"""AIME 2025 with Gemma 4 12B, tuned, in bfloat16.
 
 DIR is a Hugging Face or Orbax directory or a GGUF file of the tuned model. The
 dataset is a JSONL file with `id` (2025-I-01 to 2025-II-15), `problem` and
-`answer`, which you have to bring: the texts belong to the MAA. Verified programs
-for all thirty come along; they are offered where the model solves nothing,
-and verify what it solves without seeing an answer key. Without
+`answer`, which you have to bring: the texts belong to the MAA. Verified
+programs for all thirty come along; they are offered where the model solves
+nothing, and verify what it solves without seeing an answer key. Without
 `--programs` the key verifies, and only what the model solves is added.
 
 Expected: 30 entries, `wrong_hits` 0, `grafts_equal` 60 (two rounds), exit code

@@ -45,8 +45,8 @@ def _sentences(
          f' before it was added ({f["entries/programs"]} by independent'
          ' programs that agree and never see an answer key,'
          f' {f["entries/key"]} by the key); {f["entries/model"]} were solved by'
-         f' the model itself, {f["entries/provided"]} by programs that came with'
-         ' the dataset.')
+         f' the model itself, {f["entries/provided"]} by programs that came'
+         ' with the dataset.')
   read, given = (f'recurrence/{last}/{what}' for what in ('read', 'given'))
   if f.get(f'{read}/count'):
     decoded = f[f'{read}/decoded']

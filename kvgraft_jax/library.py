@@ -33,6 +33,9 @@ Path = records_lib.Path
 _KEPT = records_lib.KEPT
 _LIMITS = sandbox.Limits()
 _TOGETHER = 5000  # Candidates that are verified, then written, at once.
+# Fields of the records that an import takes beside entries; all are text.
+_TEXTS = {'source': ('text',), 'retraction': ('entry', 'reason'),
+          'artifact': ('entry', 'model', 'class', 'artifact', 'store')}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +104,15 @@ def from_problem(
   are checked on those values alone.
 
   Raises:
-    UsageError: if the problem has fewer than two programs.
+    UsageError: if the problem has fewer than two programs, or a malformed
+      schema.
   """
   if len(problem.programs) < 2:
     raise errors.UsageError(
         f'problem {problem.id!r} has {len(problem.programs)} programs, expected'
         ' two or more; give the answer key or a programs file')
+  if problem.schema:
+    parameters_lib.check(problem.schema)
   read = problem.schema and parameters_lib.read(
       statements.template(problem.problem), problem.schema)
   own = dict(problem.parameters)
@@ -537,6 +543,13 @@ class Library:
       KvgraftError: as `add_all` does.
     """
     records = records_lib.read_export(pathlib.Path(path))
+    for name, record in records:
+      fields = _TEXTS.get(record['kind'], ())
+      if fields and set(record) != {'kind', *fields} or not all(
+          isinstance(record[field], str) for field in fields):
+        raise errors.DamageError(
+            f'{path}: {record["kind"]} {name} is malformed, expected'
+            f' {", ".join(fields)}; export it again')
     sources = {name: r['text'] for name, r in records if r['kind'] == 'source'}
     gone = {r['entry']: r['reason'] for _, r in records
             if r['kind'] == 'retraction'}
@@ -545,7 +558,8 @@ class Library:
       if record['kind'] == 'entry' and name not in gone:
         try:
           candidate = _candidate(record, sources)
-        except (KeyError, TypeError, ValueError, errors.UsageError) as e:
+        except (AttributeError, KeyError, TypeError, ValueError,
+                errors.UsageError) as e:
           raise errors.DamageError(
               f'{path}: entry {name} is malformed ({e!r:.80}); export it'
               ' again') from None

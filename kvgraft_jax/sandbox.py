@@ -46,10 +46,13 @@ class Limits:
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
-      if not getattr(self, field.name) > 0:
+      value = getattr(self, field.name)
+      whole = not field.name.endswith('_s')
+      if type(value) not in (int, float)[:2 - whole] or not (
+          0 < value < 1 << 62):
         raise errors.UsageError(
-            f'limit {field.name} is {getattr(self, field.name)}; expected a'
-            ' number above 0')
+            f'limit {field.name} is {value!r:.80}; expected'
+            f' {"an integer" if whole else "a number"} above 0')
 
 
 @dataclasses.dataclass(frozen=True)

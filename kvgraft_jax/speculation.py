@@ -1,8 +1,9 @@
 """Speculation by lookup: what may come next, guessed from the text so far.
 
 The last two tokens are looked up in the context, grafted text included, and
-what followed their newest earlier occurrence is the guess. One step runs the
-pending token and the guess behind it:
+what followed their newest earlier occurrence is the guess; an occurrence that
+is being followed is kept for as long as it agrees. One step runs the pending
+token and the guess behind it:
 
     row       0         1          2          3
     token     pending   guess 1    guess 2    guess 3
@@ -82,6 +83,7 @@ class Lookup:
     self._seen = 1
     self._guess: list[int] = []
     self._guess_at = 0
+    self._back = 0  # How far back the occurrence stands that is followed.
 
   def propose(self, tokens: Sequence[int], room: int) -> list[int]:
     """Returns the guess, possibly none.
@@ -96,11 +98,15 @@ class Lookup:
     if most < 1 or len(tokens) < 2:
       return []
     self._learn(tokens)
-    at = self._behind.get((tokens[-2], tokens[-1]))
-    if at is not None:
-      # Past the end of the text the guess goes on with itself: a loop.
-      period = len(tokens) - at
-      self._guess = [tokens[at + i % period] for i in range(most)]
+    pair = (tokens[-2], tokens[-1])
+    at = len(tokens) - self._back
+    if not self._back or (tokens[at - 2], tokens[at - 1]) != pair:
+      if pair not in self._behind:
+        return []
+      at = self._behind[pair]
+      self._back = len(tokens) - at
+    # Past the end of the text the guess goes on with itself: a loop.
+    self._guess = [tokens[at + i % self._back] for i in range(most)]
     return list(self._guess)
 
   def _came_true(self, tokens: Sequence[int]) -> bool:

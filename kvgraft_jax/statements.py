@@ -25,19 +25,24 @@ _QUOTED = '\ue000'  # Stands for a quoted part while the rest is folded.
 # Texts about their own signs, or laid out like code, are left as they are.
 _ABOUT_TEXT = re.compile(
     r'\b(?:characters?|symbols?|signs|commas?|spaces|blanks?|whitespace'
-    r'|indent\w*|typed|string)\b|```|\t|\n[ ]+\S|[' + _QUOTED + SLOT + ']',
+    r'|indent\w*|typed|string|hyphens?|dash(?:es)?|apostrophes?|backslash\w*'
+    r'|latex|unicode|utf|ascii|bytes?|code ?points?|encod\w*)\b'
+    r'|```|\t|\n[ ]+\S|[' + _QUOTED + SLOT + ']',
     re.I)
 _TABLE = re.compile(r'\S {3,}\S')
 _ABOUT_LINES = re.compile(
-    r'\b(?:lines|rows|verses?|poem|stanza|prints?|printed|outputs?|code'
-    r'|program)\b', re.I)
+    r'\b(?:lines?|rows?|verses?|poems?|haikus?|lyrics|stanzas?|paragraphs?'
+    r'|prints?|printed|outputs?|code|program)\b', re.I)
 # Near these words 1,234 may well be two numbers.
 _ABOUT_LISTS = re.compile(
     r'\b(?:numbers|integers|digits?|lists?|sets?|pairs?|triples?|tuples?'
     r'|sequences?|series|points?|coordinates?|vectors?|intervals?|values'
     r'|terms|elements|gcd|lcm|max|min)\b', re.I)
 
-_LITERAL = re.compile(r'`[^`\n]*`|"[^"\n]*"')
+# Apostrophes quote as well, but they only matter around several spaces.
+_LITERAL = re.compile(
+    r'`[^`\n]*`|"[^"\n]*"|«[^»\n]*»|‘[^’\n]*  [^’\n]*’'
+    r"|(?<!\w)'[^'\n]*  [^'\n]*'(?!\w)")
 _TABLE_OF_SIGNS = {
     **{c: c - 0xFEE0 for c in (
         *range(0xFF10, 0xFF1A), *range(0xFF21, 0xFF3B),
@@ -65,6 +70,9 @@ _WORDS = re.compile(r'[A-Za-z]{2,}|[aAI]|(?:.*\s)?[A-Za-z]{2,}(?:\s.*)?')
 _GROUPED = re.compile(r'[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?')
 _WITH_COMMA = re.compile(
     r'[0-9][0-9.]*(?:,|\{,\})[0-9](?:[0-9.,]|\{,\})*(?<![.,}])')
+# "100,200 and 300" are three numbers as well as two.
+_LISTED = re.compile(
+    r'(?:,? (?:and|or|&)|,) (?![0-9]{1,3}(?:,|\{,\})[0-9])[0-9]')
 # In many other languages 1,234 is less than two.
 _ENGLISH = re.compile(
     r'\b(?:the|what|how|there|each|many|does|which|with)\b', re.I)
@@ -224,7 +232,8 @@ def _thousands(text: str) -> str:
   pieces, end = [], 0
   for m in found:
     around = text[m.start() - 1:m.start()] + text[m.end():m.end() + 1]
-    if depths[m.start()] or re.search(r'[\w.,^()\[\]{}|<>⟨⟩⌊⌋⌈⌉]', around):
+    if (depths[m.start()] or _LISTED.match(text, m.end())
+        or re.search(r'[\w.,^()\[\]{}|<>⟨⟩⌊⌋⌈⌉]', around)):
       return text
     pieces += [text[end:m.start()], re.sub(r'\{,\}|,', '', m[0])]
     end = m.end()

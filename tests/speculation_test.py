@@ -71,15 +71,16 @@ def stored(artifact):
 # Guesses.
 
 
+def newest(tokens):
+  """Returns where the text goes on behind the last two, met before, or 0."""
+  return next((at for at in range(len(tokens) - 1, 1, -1)
+               if tokens[at - 2:at] == tokens[-2:]), 0)
+
+
 def naive(tokens, most):
   """Returns what followed the newest earlier occurrence of the last two."""
-  for at in range(len(tokens) - 1, 1, -1):
-    if tokens[at - 2:at] == tokens[-2:] and at < len(tokens):
-      found = list(tokens)
-      for i in range(most):
-        found.append(found[at + i])
-      return found[len(tokens):]
-  return []
+  at = newest(tokens)
+  return (tokens[at:] * most)[:most] if at else []
 
 
 def test_the_guess_is_what_followed_the_newest_occurrence():
@@ -101,14 +102,33 @@ def test_a_guess_at_the_end_of_the_text_goes_round(tokens, want):
 
 
 def test_guesses_against_a_search_through_the_text():
-  rng = random.Random(5)
+  rng, kept = random.Random(5), 0
   for _ in range(60):
     tokens = [rng.randrange(4) for _ in range(rng.randrange(1, 30))]
-    lookup = speculation.Lookup(6, 6)
+    lookup, back = speculation.Lookup(6, 6), 0
     while len(tokens) < 60:
-      most = rng.randrange(6)
-      assert lookup.propose(tokens, most) == naive(tokens, most)
+      most = rng.randrange(1, 6)
+      followed = len(tokens) - back
+      want = naive(tokens, most)
+      if back and tokens[followed - 2:followed] == tokens[-2:]:
+        kept += 1
+        want = (tokens[followed:] * 6)[:most]
+      elif want:
+        back = len(tokens) - newest(tokens)
+      assert lookup.propose(tokens, most) == want
       tokens += [rng.randrange(4) for _ in range(rng.randrange(1, 4))]
+  assert kept > 20
+
+
+def test_an_occurrence_is_followed_past_a_newer_one():
+  lookup = speculation.Lookup(4, 4)
+  tokens = [8, 1, 2, 3, 4, 5, 6, 9, 3, 4, 7, 8, 1]
+  assert lookup.propose(tokens, 99) == [2, 3, 4]
+  tokens += [2, 3, 4]  # The newest is in front of the 7.
+  assert lookup.propose(tokens, 99) == [5, 6, 9]
+  assert speculation.Lookup(4, 4).propose(tokens, 99) == [7, 8, 1]
+  tokens += [3, 4]  # It agrees no more: back to the newest.
+  assert lookup.propose(tokens, 99) == [3, 4, 3]
 
 
 def test_only_a_tile_that_came_true_is_followed_by_a_longer_guess():
