@@ -13,6 +13,8 @@ from kvgraft_jax import ladder
 from kvgraft_jax import ledger as ledger_lib
 from kvgraft_jax import prompts
 from kvgraft_jax import recheck
+from kvgraft_jax import registration
+from kvgraft_jax import replay
 from kvgraft_jax import report
 from kvgraft_jax import sandbox
 from kvgraft_jax import store as store_lib
@@ -108,6 +110,30 @@ def test_the_report_shows_it(done):
   for text in ('Seen again: read out of the graft', 'Flywheel',
                'Control: library emptied', 'programs of the dataset'):
     assert text in page
+
+
+def test_run_again_it_says_the_same(done):
+  _, lines = done
+  verdicts = _of(lines, 'verdict')
+  for name in ('flywheel/grafts', 'verified/sums-base-1'):
+    body = verdicts[name]
+    assert replay.CHECKERS[body['checker']](lines, body) is True
+  changed = json.loads(json.dumps(lines))
+  line = next(l for l in changed if l['kind'] == 'likelihood')
+  line['body']['logprobs'][0] = '-1.5'
+  changed[-1]['hash'] = 'of another ledger'
+  with pytest.raises(errors.DamageError, match='logprobs'):
+    replay.CHECKERS['flywheel'](changed, verdicts['flywheel/grafts'])
+
+
+def test_a_run_can_be_registered_and_replayed(done, tmp_path):
+  folder, _ = done
+  expected = tmp_path / 'expected.json'
+  sha256 = registration.write(folder, expected)
+  found, _ = replay.replay(
+      expected, tmp_path / 'again', command=['kvgraft'], sha256=sha256)
+  assert found.ok and found.total('equal') > 100
+  assert recheck.check(tmp_path / 'again').problems == []
 
 
 class _StopError(Exception):
