@@ -145,12 +145,12 @@ class Candidate:
       value = getattr(self, name)
       if not isinstance(value, (str, type(None))):
         raise errors.UsageError(f'{name} is {value!r:.80}, expected text')
-    for name, kind in (('programs', Sequence), ('instances', Sequence),
+    for name, form in (('programs', Sequence), ('instances', Sequence),
                        ('provenance', Mapping), ('limits', sandbox.Limits)):
       value = getattr(self, name)
-      if not isinstance(value, kind):
+      if not isinstance(value, form):
         raise errors.UsageError(
-            f'{name} is {value!r:.80}, expected {kind.__name__}')
+            f'{name} is {value!r:.80}, expected {form.__name__}')
     for name, kind in (('programs', str), ('instances', Mapping)):
       for value in getattr(self, name):
         if not isinstance(value, kind):

@@ -54,8 +54,9 @@ def _sentences(
     yield (f'Seen again (exact address, graft of the own entry): the model'
            f' reads {_of(f, read)} rightly out of the graft, with {decoded:,}'
            ' tokens decoded in all (median'
-           f' {_number(f[read + "/decoded_median"])} an answer),'
-           f' {_ratio(ladder, decoded)} fewer than without;'
+           f' {_number(f[read + "/decoded_median"])} an answer)'
+           + (f', {_ratio(ladder, decoded)} fewer than without;'
+              if f[f'{read}/right'] else ';') +
            f' given, since a verified answer stands over a misreading, are'
            f' {_of(f, given)}. This is recall, not reasoning.')
   if f.get('parameter/0/given/count'):
@@ -78,9 +79,10 @@ def _sentences(
            f' {f["near/0/given/wrong_hits"]}.')
   yield (f'Control, the library emptied: {_of(f, "control/0/given")} right,'
          f' {f["control/0/given/hits"]} hits. Hits in all {f["hits"]}, wrong'
-         f' ones {f["wrong_hits"]}. Behind grafts {f["grafts/equal"]} of'
-         f' {f["grafts/rows"]} logits rows equal a fresh computation by'
-         ' SHA-256.')
+         f' ones {f["wrong_hits"]}.' + (
+             f' Behind grafts {f["grafts/equal"]} of {f["grafts/rows"]} logits'
+             ' rows equal a fresh computation by SHA-256.'
+             if 'grafts/rows' in f else ''))
   yield _PUBLISHED
 
 

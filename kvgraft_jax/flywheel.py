@@ -194,20 +194,26 @@ def run(
       progress=progress and (
           lambda case, done, total: progress('self-test', done, total)))
   asked = prompts.Prompts(model, settings.style)
-  with ledger_lib.Ledger(folder, create=not resume) as ledger:
+  _check_room(settings, model, asked, problems)
+  with library_lib.Library(
+      library or folder / _LIBRARY, create=True) as kept, (
+          ledger_lib.Ledger(folder, create=not resume)) as ledger:
     work = flywheel_work.Work(
         settings, ledger, model, asked,
         store_lib.Store(store or str(folder / _STORE), create=True), problems,
-        keep_texts=settings.dataset == datasets.SHIPPED,
+        keep_texts=_shipped(settings.dataset),
         place='' if store else _STORE, progress=progress)
     _begin(work, command, sources, registration)
-    with library_lib.Library(library or folder / _LIBRARY, create=True) as kept:
-      _phases(work, kept)
+    _phases(work, kept)
     _write_findings(ledger)
     if before_end:
       before_end(ledger)
     ledger.append('end', {'status': 'done'})
   return folder
+
+
+def _shipped(dataset: str) -> bool:
+  return dataset.partition(':')[0] == datasets.SHIPPED
 
 
 def _problems(
@@ -222,15 +228,40 @@ def _problems(
                 for p in problems]
   for name in ('dataset', 'programs'):
     path = getattr(settings, name)
-    if path is not None and path != datasets.SHIPPED:
-      data = recheck.read_file(path)
+    if path is not None and not _shipped(path):
+      data = pathlib.Path(path).read_bytes()
       sources[name] = hashlib.sha256(data).hexdigest()
+  if not any(p.split in ('', 'base') for p in problems):
+    raise errors.UsageError(
+        f'{settings.dataset}: there is no problem of the split "base", which is'
+        ' what gets solved; give a dataset that has some')
+  for problem in problems:
+    if problem.rule not in recheck.SCORES:
+      raise errors.UsageError(
+          f'{settings.dataset}: problem {problem.id!r} has the rule'
+          f' {problem.rule!r}, expected one that a ledger derives again:'
+          f' {", ".join(recheck.SCORES)}')
   if settings.limit is not None:
     base = [p for p in problems if p.split in ('', 'base')][:settings.limit]
     families = {p.family for p in base}
     problems = base + [p for p in problems if p.split not in ('', 'base')
                        and p.family in families]
   return problems, sources
+
+
+def _check_room(
+    settings: Settings, model: engine.Model, asked: prompts.Prompts,
+    problems: Sequence[datasets.Problem],
+) -> None:
+  """Raises CapacityError where a problem has no room behind itself, solved."""
+  for p in problems:
+    front = asked.front(asked.written(p.problem, p.solution, p.answer))
+    need = 2 * len(front) + settings.budget
+    if need > model.capacity:
+      raise errors.CapacityError(
+          f'{settings.dataset}: problem {p.id!r} needs {need} positions, worked'
+          f' and asked again with {settings.budget} new tokens, found a'
+          f' capacity of {model.capacity}; leave it out or take a smaller budget')
 
 
 def _begin(

@@ -14,7 +14,6 @@ from kvgraft_jax import entries
 from kvgraft_jax import errors
 from kvgraft_jax import flywheel_work
 from kvgraft_jax import gate as gate_lib
-from kvgraft_jax import grafting
 from kvgraft_jax import ledger as ledger_lib
 from kvgraft_jax import library as library_lib
 from kvgraft_jax import resources
@@ -36,7 +35,12 @@ def again(
     return
   route = router.route(problem.problem)
   entry = route.entry
-  assert entry is not None and route.kind == 'exact', route
+  if entry is None or route.kind != 'exact':
+    work.answer(
+        f'{name}/given', problem, None, phase='recurrence', number=number,
+        what='given', route=route.kind,
+        decision=f'none: the library routes it as {route.kind}')
+    return
   context, ask = _behind(work, library, entry, problem, 'answer')
   context.extend(ask)
   _compare(work, name, number, context)
@@ -94,7 +98,7 @@ def transfer(
   found: dict[str, Any] = {'phase': 'transfer', 'number': 0}
   work.answer(f'{name}/vote', problem, vote.answer, what='vote', **found,
               **votes)
-  likely = _likelihood(work, work.begin().extend(
+  likely = [] if not problem.wrong else _likelihood(work, work.begin().extend(
       work.prompts.ask(problem.problem, 'answer')), problem)
   _write_likelihood(work, f'{name}/bare', problem, 'bare', likely)
   grafted = None
@@ -103,10 +107,11 @@ def transfer(
   if entry and route.kind == 'similar':
     found |= {'route': route.kind, 'entry': entry.id,
               'same_family': entry.family == problem.family}
-    context, ask = _behind(work, library, entry, problem, 'answer')
-    _write_likelihood(
-        work, f'{name}/grafted', problem, 'grafted',
-        _likelihood(work, context.extend(ask), problem))
+    if problem.wrong:
+      context, ask = _behind(work, library, entry, problem, 'answer')
+      _write_likelihood(
+          work, f'{name}/grafted', problem, 'grafted',
+          _likelihood(work, context.extend(ask), problem))
     context, ask = _behind(work, library, entry, problem, 'solution')
     grafted, done = _reply(
         work, context.extend(ask), problem, 'solution',
@@ -151,14 +156,9 @@ def _behind(
     problem: datasets.Problem, mode: str,
 ) -> tuple[engine.Context, list[int]]:
   """Returns a graft of an entry, and the ids of the question behind it."""
-  artifact = work.artifact_of(library, entry)
-  if artifact is None:  # Added by another model, or without one.
-    worked = work.worked(entry)
-    context = work.model.prefill(work.prompts.front(worked))
-  else:
-    context = grafting.graft(work.model, work.store, artifact)
+  context, worked = work.shown(library, entry)
   return context, work.prompts.ask(
-      problem.problem, mode, context.tokens, work.worked(entry))
+      problem.problem, mode, context.tokens, worked)
 
 
 def _reply(
@@ -224,6 +224,8 @@ def _write_likelihood(
     work: Work, name: str, problem: datasets.Problem, what: str,
     values: list[float],
 ) -> None:
+  if not values:
+    return
   work.once('likelihood', name, lambda: {
       'group': {'phase': 'transfer', 'what': what}, 'problem': problem.id,
       'choices': len(values), 'logprobs': [

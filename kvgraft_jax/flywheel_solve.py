@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 from kvgraft_jax import checkers
 from kvgraft_jax import datasets
 from kvgraft_jax import engine
 from kvgraft_jax import entries
+from kvgraft_jax import errors
 from kvgraft_jax import flywheel_work
 from kvgraft_jax import gate as gate_lib
 from kvgraft_jax import grafting
@@ -17,6 +19,7 @@ from kvgraft_jax import library as library_lib
 from kvgraft_jax import resources
 from kvgraft_jax import routing
 
+_LOG = logging.getLogger(__name__)
 # Rungs that are climbed whatever comes out: what the model does by itself.
 _BARE = ('greedy', 'vote')
 
@@ -51,7 +54,8 @@ def solve(
         lambda rung, i: _recall(work, f'{prefix}/{rung}/{i}')):
       _record(work, f'{prefix}/{attempt.rung}/{attempt.sample}', problem,
               attempt, number)
-      meter.add(tokens_restored=attempt.tokens_restored,
+      restored = attempt.tokens_restored if attempt.tokens_computed else 0
+      meter.add(tokens_restored=restored, start=attempt.tokens_restored,
                 tokens_computed=attempt.tokens_computed,
                 tokens_decoded=attempt.tokens_decoded)
       tried.append(attempt)
@@ -69,14 +73,15 @@ def solve(
 
 
 def _nearest(work, library, problem):
-  """Returns how a context begins behind the nearest method, if there is one."""
-  found = routing.Router(library).similar(problem.problem, 1)
-  artifact = work.artifact_of(library, found[0][0]) if found else None
-  if artifact is None:
-    return work.begin, None, None
-  front = grafting.graft(work.model, work.store, artifact).tokens
-  return (lambda: grafting.graft(work.model, work.store, artifact), front,
-          work.worked(found[0][0]))
+  """Returns how a context begins behind the nearest method, if there is one.
+
+  Its own statement, which another run may have added, is none.
+  """
+  for entry, _ in routing.Router(library).similar(problem.problem, 4):
+    if entry.address != problem.sha256:
+      context, worked = work.shown(library, entry)
+      return context.fork, list(context.tokens), worked
+  return work.begin, None, None
 
 
 class _Verifier:
@@ -88,7 +93,7 @@ class _Verifier:
   def __init__(self, work: flywheel_work.Work, problem: datasets.Problem):
     self._work, self._problem = work, problem
     self._agreed: str | None = None
-    if problem.programs:
+    if len(problem.programs) > 1:
       self._agreed = checkers.programs_agree(
           problem.programs, [problem.parameters], problem.rule,
           tolerance=problem.tolerance,
@@ -96,7 +101,7 @@ class _Verifier:
 
   def __call__(self, answer: str | None) -> bool:
     p = self._problem
-    expected = self._agreed if p.programs else p.answer
+    expected = self._agreed if len(p.programs) > 1 else p.answer
     if answer is None or expected is None:
       return False
     return self._work.same(p.rule, p.tolerance)(answer, expected)
@@ -142,7 +147,7 @@ def _say(work, problem, number, tried, passed) -> None:
   bare = [a for a in tried if a.rung in _BARE]
   if greedy:
     write('greedy', greedy[0].answer, greedy)
-  if bare:
+  if any(a.rung == 'vote' for a in tried):
     write('vote', gate_lib.count([a.answer for a in bare], same).answer, bare)
   write('ladder', passed[0].answer if passed else gate_lib.count(
       [a.answer for a in tried], same).answer, tried)
@@ -162,9 +167,9 @@ def _deposit(work, library, problem, number, passed) -> None:
           problem.problem, attempt.mode, attempt.text)
     if worked:
       solution, provenance['mode'] = worked.reply, worked.mode
-  elif not problem.programs:
+  elif len(problem.programs) < 2:
     return  # Nothing that could be verified.
-  if problem.programs:
+  if len(problem.programs) > 1:
     made = library_lib.from_problem(problem)
   else:
     made = library_lib.Candidate(
@@ -172,7 +177,15 @@ def _deposit(work, library, problem, number, passed) -> None:
         problem.family, expected=problem.answer, tolerance=problem.tolerance)
   made = dataclasses.replace(
       made, solution=solution, answer=answer, provenance=provenance)
-  entry = library.add(**vars(made), unsafe=work.settings.unsafe_exec)
+  try:
+    entry = library.add(**vars(made), unsafe=work.settings.unsafe_exec)
+  except (errors.NotVerifiedError, errors.UsageError) as e:
+    _LOG.warning('%s: no entry: %s', problem.id, e)
+    reason = str(e) if work.keep_texts else type(e).__name__
+    work.once('refused', f'{number}/{problem.id}', lambda: {
+        'group': {'round': number, 'source': provenance['source']},
+        'problem': problem.id, 'reason': reason})
+    return
   if worked and context is not None:
     # The preamble stands in front of it: it becomes a child.
     artifact = grafting.deposit(work.model, work.store, context)

@@ -49,8 +49,9 @@ def write(work: flywheel_work.Work) -> None:
             'count')
   _figure(work, 'entries', 'entry', {}, '', 'count')
   _figure(work, 'problems', 'problem', {'split': 'base'}, '', 'count')
-  for figure in ('rows', 'equal'):
-    _figure(work, f'grafts/{figure}', 'compare', {}, figure, 'sum')
+  if any(line['kind'] == 'compare' for line in work.ledger.lines):
+    for figure in ('rows', 'equal'):
+      _figure(work, f'grafts/{figure}', 'compare', {}, figure, 'sum')
   for figure in ('hits', 'wrong_hits'):
     _figure(work, figure, 'answer', {'what': 'given'}, figure[:-1],
             'count_true')
@@ -58,13 +59,12 @@ def write(work: flywheel_work.Work) -> None:
 
 
 def _verdicts(work: flywheel_work.Work) -> None:
+  expected = {'wrong_hits': [('wrong_hits', 0)],
+              'control': [('control/0/given/hits', 0)]}
   rows = work.recorded('summary', 'grafts/rows')
-  hits = work.recorded('summary', 'control/0/given/hits')
-  assert rows is not None and hits is not None
-  for name, because in (
-      ('grafts', [('grafts/equal', rows['value'])]),
-      ('wrong_hits', [('wrong_hits', 0)]),
-      ('control', [('control/0/given/hits', 0)])):
+  if rows is not None:  # None where nothing was solved.
+    expected = {'grafts': [('grafts/equal', rows['value'])], **expected}
+  for name, because in expected.items():
     if not work.recorded('verdict', f'flywheel/{name}'):
       work.ledger.verdict(
           f'flywheel/{name}', 'flywheel', {'dataset': work.settings.dataset},

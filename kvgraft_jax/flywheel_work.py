@@ -103,19 +103,30 @@ class Work:
       self._front = grafting.deposit(self.model, self.store, ids)
     return grafting.graft(self.model, self.store, self._front)
 
-  def artifact_of(
+  def shown(
       self, library: library_lib.Library, entry: library_lib.Entry
-  ) -> str | None:
-    """Returns the artifact of an entry for this model, or None."""
-    return library.artifact(
-        entry.id, self.model.fingerprint, self.numerics_class)
+  ) -> tuple[engine.Context, prompts_lib.Worked]:
+    """Returns a context of an entry, and what it holds.
 
-  def worked(self, entry: library_lib.Entry) -> prompts_lib.Worked:
-    """Returns what an entry's context holds."""
+    It is grafted where the store has an artifact with this very text, else
+    computed: an entry may come from another store, model or style.
+    """
     mode = entry.provenance.get('mode')
-    if mode:  # The model wrote it.
-      return prompts_lib.Worked(entry.problem, entry.solution, mode)
-    return self.prompts.written(entry.problem, entry.solution, entry.answer)
+    worked = self.prompts.written(entry.problem, entry.solution, entry.answer)
+    if mode in prompts_lib.MODES:  # The model wrote it.
+      worked = prompts_lib.Worked(entry.problem, entry.solution, mode)
+    ids = self.prompts.front(worked)
+    artifact = library.artifact(
+        entry.id, self.model.fingerprint, self.numerics_class)
+    if artifact is not None:
+      try:
+        context = grafting.graft(self.model, self.store, artifact)
+        decode = self.prompts.text
+        if decode(context.tokens) == decode(ids):
+          return context, worked
+      except errors.NotFoundError:
+        pass
+    return self.model.prefill(ids), worked
 
   def same(
       self, rule: str, tolerance: str | None = None

@@ -176,34 +176,48 @@ class Ladder:
       ), context if count == 1 else None
 
   def _programs(self, problem, recall):
-    left = self.limits.tokens('program')
-    context = None
-    found = ''
+    limit = max(1, self.limits.tokens('program') // (1 + _REPAIRS))
+    context, said = None, ''
     for i in range(1 + _REPAIRS):
       attempt = recall('program', i)
       if attempt is None:
-        if context is None and i:
-          return  # The context of the earlier process is gone.
         if context is None:
           context = self._ask(problem, 'program')
-          computed = context.tokens_computed
+          before = 0
         else:
           before = context.tokens_computed
-          context.extend(self.prompts.repair(found))
-          computed = context.tokens_computed - before
-        one, = self._generate(
-            context, 'program', max(1, left // (1 + _REPAIRS)))
-        attempt, found = self._run(i, one, context.tokens_restored, computed)
+          context.extend(self.prompts.repair(said))
+        computed = context.tokens_computed - before
+        one, = self._generate(context, 'program', limit)
+        answer, said, ran = self._run(one.text)
+        attempt = Attempt(
+            'program', i, 'program', tuple(one.token_ids), one.text, answer,
+            context.tokens_restored, computed, len(one.token_ids), one.steps,
+            ran)
+      elif attempt.answer is None and i < _REPAIRS:
+        # An earlier process had the context: it is made as that one left it.
+        if context is None:
+          context = self._ask(problem, 'program')
+        else:
+          context.extend(self.prompts.repair(said))
+        self._repeat(context, attempt, limit)
+        said = self._run(attempt.text)[1]
       yield attempt, None
       if attempt.answer is not None:
         return
 
-  def _run(self, i, one, restored, computed):
-    """Runs the program of a reply; returns the attempt, and what it said."""
-    source = self.prompts.program(one.text)
+  def _repeat(self, context, attempt, limit) -> None:
+    """Appends a reply; the token that ended it has not been run."""
+    ids = list(attempt.token_ids)
+    _, stop_when = self.prompts.stops(attempt.mode)
+    pending = len(ids) >= limit or bool(stop_when and stop_when(ids))
+    context.extend(ids[:-1] if pending else ids)
+    if pending:
+      context.append(ids[-1])
+
+  def _run(self, text):
+    """Runs the program of a reply; returns answer, what it said, hash."""
+    source = self.prompts.program(text)
     answer, result = checkers.run_program(source, {}, unsafe=self.unsafe)
-    return Attempt(
-        'program', i, 'program', tuple(one.token_ids), one.text, answer,
-        restored, computed, len(one.token_ids), one.steps,
-        hashing.sha256('kvgraft.program', source.encode())), (
-            result.stderr or result.stdout or result.ended)
+    return (answer, result.stderr or result.stdout or result.ended,
+            hashing.sha256('kvgraft.program', source.encode()))

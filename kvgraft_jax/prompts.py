@@ -174,6 +174,10 @@ class Prompts:
       text = f'Answer: {text.strip()}'
     return answers.extract(text, rule)
 
+  def text(self, ids: Sequence[int]) -> str:
+    """Returns the text of ids, control tokens included."""
+    return self._model.tokenizer.decode(ids, show_special=True)
+
   def answer(self, answer: str) -> list[int]:
     """Returns the ids of an answer behind a question of mode `answer`."""
     return self._encode(

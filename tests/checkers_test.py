@@ -63,7 +63,9 @@ def test_a_pattern_that_takes_for_ever_ends(monkeypatch):
 
 
 @pytest.mark.parametrize('rule, expected, tolerance', [
-    ('integer', 'x', None), ('regex', '(', None), ('decimal', '1', '-1'),
+    ('integer', 'x', None), ('regex', '(', None),
+    ('regex', 'a{99999999999}', None), ('regex', '(' * 3000 + ')' * 3000, None),
+    ('decimal', '1', '-1'),
     ('decimal', '1', 'x'), ('choice', '5', None), ('magic', '1', None)])
 def test_a_key_that_cannot_be_read_is_refused(rule, expected, tolerance):
   with pytest.raises(errors.UsageError, match=rule):

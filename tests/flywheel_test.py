@@ -2,20 +2,26 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 
 from kvgraft_jax import artifact as artifact_lib
+from kvgraft_jax import datasets
 from kvgraft_jax import errors
 from kvgraft_jax import flywheel
+from kvgraft_jax import flywheel_solve
+from kvgraft_jax import flywheel_work
 from kvgraft_jax import grafting
 from kvgraft_jax import ladder
 from kvgraft_jax import ledger as ledger_lib
+from kvgraft_jax import library as library_lib
 from kvgraft_jax import prompts
 from kvgraft_jax import recheck
 from kvgraft_jax import registration
 from kvgraft_jax import replay
 from kvgraft_jax import report
+from kvgraft_jax import routing
 from kvgraft_jax import sandbox
 from kvgraft_jax import store as store_lib
 import model_helpers
@@ -140,7 +146,7 @@ class _StopError(Exception):
   pass
 
 
-@pytest.mark.parametrize('after', [3, 11])
+@pytest.mark.parametrize('after', [11])
 def test_a_stopped_run_goes_on_and_ends_alike(done, tmp_path, after):
   calls = []
 
@@ -168,6 +174,141 @@ def test_a_stopped_run_goes_on_and_ends_alike(done, tmp_path, after):
   assert recheck.check(tmp_path).problems == []
   with pytest.raises(errors.UsageError, match='end already'):
     flywheel.run(_SETTINGS, tmp_path, resume=True)
+
+
+def _again(lines, count, folder):
+  """Writes the first lines of a run as a killed writer left them."""
+  with ledger_lib.Ledger(folder, create=True) as ledger:
+    for line in lines[:count]:
+      ledger.append(line['kind'], line['body'])
+
+
+@pytest.mark.parametrize('what', ['greedy/0', 'vote/1', 'program/0'])
+def test_a_kill_within_the_ladder_loses_nothing(done, tmp_path, what):
+  # The second problem: of the first the entry is there, of this one nothing.
+  folder, lines = done
+  at = next(i for i, line in enumerate(lines)
+            if line['body'].get('id') == f'1/sums-base-2/{what}')
+  shutil.copytree(folder / 'store', tmp_path / 'store')
+  shutil.copytree(folder / 'library', tmp_path / 'library')
+  _again(lines, at + 1, tmp_path)
+  flywheel.run(_SETTINGS, tmp_path, resume=True)
+
+  def bodies(lines):
+    return {(line['kind'], line['body'].get('id')): {
+        k: v for k, v in line['body'].items() if k != 'library_head'}
+            for line in lines[1:] if line['kind'] not in _APART}
+
+  assert bodies(ledger_lib.read(tmp_path)) == bodies(lines)
+
+
+def _dataset(path, *problems):
+  path.write_text(''.join(json.dumps(p) + '\n' for p in problems))
+  return dataclasses.replace(
+      _SETTINGS, dataset=str(path), rungs=('greedy',), budget=32)
+
+
+_MINE = {'id': 'a', 'problem': 'What is 30 plus 4?', 'answer': '34'}
+
+
+def test_nothing_solved_is_a_result_too(tmp_path):
+  flywheel.run(_dataset(tmp_path / 'd.jsonl', _MINE), tmp_path / 'run')
+  lines = ledger_lib.read(tmp_path / 'run')
+  assert recheck.check(tmp_path / 'run').problems == []
+  figures = {k: v['value'] for k, v in _of(lines, 'summary').items()}
+  assert figures['entries'] == figures['hits'] == 0
+  assert 'grafts/rows' not in figures and 'bare/1/vote/count' not in figures
+  assert 'vote' not in lines[-7]['body'].get('text', '')
+  assert lines[-1]['kind'] == 'end' and report.render(tmp_path / 'run')
+
+
+def test_a_problem_that_cannot_be_added_does_not_end_the_run(tmp_path):
+  settings = _dataset(tmp_path / 'd.jsonl', _MINE, _MINE | {
+      'id': 'b', 'problem': 'What is 30 plus 5?', 'answer': '35'})
+  rows = []
+  for problem, sources in (('a', ['print(34)', 'print(33 + 2)']),
+                           ('b', ['print(35)', 'print(30 + 5)'])):
+    text = next(p for p in datasets.load(settings.dataset) if p.id == problem)
+    rows.append({'id': problem, 'statement_sha256': text.sha256,
+                 'programs': sources, 'solution': 'Add.', 'rule': 'integer'})
+  (tmp_path / 'p.jsonl').write_text(''.join(json.dumps(r) + '\n' for r in rows))
+  flywheel.run(dataclasses.replace(
+      settings, limit=None, programs=str(tmp_path / 'p.jsonl')),
+               tmp_path / 'run')
+  lines = ledger_lib.read(tmp_path / 'run')
+  assert set(_of(lines, 'entry')) == {'b'}
+  refused = _of(lines, 'refused')
+  assert set(refused) == {'1/a'}
+  assert refused['1/a']['reason'] == 'NotVerifiedError'
+  assert _of(lines, 'score')['recurrence/1/b/given']['value']
+
+
+def test_a_problem_without_room_is_refused_in_front(tmp_path):
+  settings = _dataset(tmp_path / 'd.jsonl', _MINE | {'problem': 'Word ' * 500})
+  with pytest.raises(errors.CapacityError, match="'a' needs 5.* 4096"):
+    flywheel.run(settings, tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+
+
+def test_a_library_of_another_run_serves_without_its_store(done, tmp_path):
+  folder, lines = done
+  shutil.copytree(folder / 'library', tmp_path / 'library')
+  flywheel.run(
+      dataclasses.replace(_SETTINGS, rungs=('greedy',), rounds=2),
+      tmp_path / 'run', library=tmp_path / 'library')
+  again = ledger_lib.read(tmp_path / 'run')
+  given = [b for n, b in _of(again, 'score').items()
+           if n.startswith('recurrence/1') and n.endswith('given')]
+  assert len(given) == 2 and all(b['value'] for b in given)
+  assert all(v['passed'] for v in _of(again, 'verdict').values())
+
+
+def test_an_unsolved_problem_is_not_shown_its_own_answer(done):
+  folder, _ = done
+  problem, other = datasets.load('shipped:base')[:2]
+  work = flywheel_work.Work(
+      _SETTINGS, None, model_helpers.tiny_of('tiny:0'),
+      prompts.Prompts(model_helpers.tiny_of('tiny:0')),
+      store_lib.Store(str(folder / 'store')), [], keep_texts=True, place='',
+      progress=None)
+  with library_lib.Library(folder / 'library') as library:
+    nearest = routing.Router(library).similar(problem.problem, 1)[0][0]
+    assert nearest.address == problem.sha256
+    _, front, worked = flywheel_solve._nearest(work, library, problem)
+    assert worked.problem == other.problem and front
+
+
+def test_entries_that_disagree_give_no_answer(done, tmp_path):
+  problem = datasets.load('shipped:base')[0]
+  with library_lib.Library(tmp_path / 'library', create=True) as library:
+    library.add(problem.problem, 'By ear.', '99', 'integer', 'key',
+                expected='99')
+  flywheel.run(
+      dataclasses.replace(_SETTINGS, limit=1, rungs=('greedy',)),
+      tmp_path / 'run', library=tmp_path / 'library')
+  answers = _of(ledger_lib.read(tmp_path / 'run'), 'answer')
+  given = answers[f'recurrence/1/{problem.id}/given']
+  assert given['answer'] is None and 'none' in given['decision']
+  assert not given['hit']
+
+
+def test_a_split_of_the_shipped_set_keeps_its_texts(tmp_path):
+  flywheel.run(
+      dataclasses.replace(_SETTINGS, dataset='shipped:base', limit=1,
+                          rungs=('greedy',)), tmp_path / 'run')
+  lines = ledger_lib.read(tmp_path / 'run')
+  assert all(body['text'] for body in _of(lines, 'problem').values())
+  assert lines[-1]['kind'] == 'end'
+  with pytest.raises(errors.UsageError, match='no problem of the split'):
+    flywheel.run(dataclasses.replace(_SETTINGS, dataset='shipped:near'),
+                 tmp_path / 'other')
+
+
+def test_a_rule_that_a_ledger_cannot_derive_is_refused(tmp_path):
+  settings = _dataset(tmp_path / 'd.jsonl', _MINE | {'rule': 'symbolic'})
+  with pytest.raises(errors.UsageError, match="'a' has the rule 'symbolic'"):
+    flywheel.run(settings, tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
 
 
 def test_what_the_model_solved_is_deposited_as_it_was_generated(tmp_path):

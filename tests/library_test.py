@@ -325,6 +325,82 @@ def test_a_forged_export_brings_no_wrong_entry(library, tmp_path):
     assert count == 0 and 'limits' in refused[0][1]
 
 
+@pytest.mark.parametrize('record', [
+    {'kind': 'source'}, {'kind': 'source', 'text': 1},
+    {'kind': 'retraction'}, {'kind': 'retraction', 'entry': 'ENTRY'},
+    {'kind': 'retraction', 'entry': [], 'reason': 'x'},
+    {'kind': 'retraction', 'entry': 'ENTRY', 'reason': {}},
+    {'kind': 'artifact', 'entry': 'ENTRY'},
+    {'kind': 'artifact', 'entry': 'ENTRY', 'model': 'm', 'class': 'c',
+     'artifact': 'x', 'store': 's', 'more': 1}])
+def test_a_forged_record_of_another_form_is_refused(
+    library, tmp_path, record):
+  entry = library.add(**KEY)
+  library.export(tmp_path / 'x.jsonl')
+  if record.get('entry') == 'ENTRY':
+    record = record | {'entry': entry.id}
+  _forge(tmp_path / 'x.jsonl', lambda lines: lines.append(record))
+  head = library.head
+  with pytest.raises(errors.DamageError, match='malformed, expected'):
+    library.import_(tmp_path / 'x.jsonl')
+  assert library.head == head
+
+
+@pytest.mark.parametrize('field, value', [
+    ('rule', []), ('provenance', 'abc'), ('provenance', [1]),
+    ('provenance', None), ('rule', None), ('answer', 8)])
+def test_a_forged_entry_of_another_form_does_not_stop_others(
+    library, tmp_path, field, value):
+  library.add(**KEY)
+  library.add(**{**KEY, 'problem': 'Other?'})
+  library.export(tmp_path / 'x.jsonl')
+  _forge(tmp_path / 'x.jsonl', lambda lines: lines[0].update({field: value}))
+  with library_lib.Library(tmp_path / 'other', create=True) as other:
+    count, refused = other.import_(tmp_path / 'x.jsonl')
+    assert count == 1 and field in refused[0][1]
+    assert [e.problem for e in other.entries()] == ['Other?']
+
+
+@pytest.mark.parametrize('fields', [
+    {'provenance': {'x': 1.5}}, {'problem': 'half \ud800'},
+    {'rule': 'regex', 'expected': 'a{99999999999}'}, {'limits': None},
+    {'checker': 'programs', 'expected': None, 'programs': ('1', '2'),
+     'instances': ({'a': float('nan')},)}])
+def test_a_candidate_that_cannot_be_written_does_not_stop_others(
+    library, fields):
+  bad = library_lib.Candidate(**{**KEY, **fields})
+  count, refused = library.add_all([library_lib.Candidate(**KEY), bad])
+  assert count == 1 and refused[0][0] is bad
+  with pytest.raises(errors.UsageError):
+    library.add(**vars(bad))
+
+
+# Right where it sees that others run beside it, wrong alone.
+_TWO_FACED = '''\
+import json, sys
+try:
+  together = 'task' in sys._getframe({}).f_globals
+except ValueError:
+  together = False
+'''
+
+
+def test_programs_that_are_right_only_together_verify_nothing(library):
+  programs = (
+      _TWO_FACED.format(1) + READ
+      + "print(p['a'] + p['b'] if together else 1000 * p['a'])\n",
+      "def main():\n" + textwrap.indent(
+          _TWO_FACED.format(2) + READ
+          + "print(sum(p.values()) if together else p['a'] * 1000)\n", '  ')
+      + "main()\n")
+  count, refused = library.add_all([
+      library_lib.Candidate(**{
+          **SUM, **BOTH, 'problem': f'What is {n} plus 4?',
+          'answer': str(n + 4), 'programs': programs}) for n in range(1, 11)])
+  assert count == 0 and len(refused) == 10
+  assert 'agree on' in refused[0][1]
+
+
 @pytest.mark.parametrize('damage', [
     lambda data: data[:-20], lambda data: b'', lambda data: b'{}\n',
     lambda data: data.replace(b'"8"', b'"9"'), lambda data: b'\xff' + data,

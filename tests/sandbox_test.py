@@ -177,6 +177,15 @@ def test_a_limit_of_nothing_is_refused(name):
     sandbox.Limits(**{name: 0})
 
 
+@pytest.mark.parametrize('name, value', [
+    ('cpu_s', float('inf')), ('wall_s', float('nan')), ('cpu_s', '1'),
+    ('cpu_s', True), ('memory_bytes', 3e8), ('memory_bytes', 1 << 70),
+    ('processes', None)])
+def test_a_limit_that_cannot_be_set_is_refused(name, value):
+  with pytest.raises(errors.UsageError, match=name):
+    sandbox.Limits(**{name: value})
+
+
 @pytest.mark.parametrize('source, ended, code', [
     ('import os; os._exit(7)', 'exit', 7),
     ('1 / 0', 'exit', 1),
