@@ -47,18 +47,21 @@ def _sentences(
          f' {f["entries/key"]} by the key); {f["entries/model"]} were solved by'
          f' the model itself, {f["entries/provided"]} by programs that came'
          ' with the dataset.')
-  read, given = (f'recurrence/{last}/{what}' for what in ('read', 'given'))
+  read, replayed, given = (
+      f'recurrence/{last}/{what}' for what in ('read', 'replayed', 'given'))
   if f.get(f'{read}/count'):
-    decoded = f[f'{read}/decoded']
-    ladder = f[f'{first["ladder"]}/decoded']
-    yield (f'Seen again (exact address, graft of the own entry): the model'
-           f' reads {_of(f, read)} rightly out of the graft, with {decoded:,}'
-           ' tokens decoded in all (median'
-           f' {_number(f[read + "/decoded_median"])} an answer)'
-           + (f', {_ratio(ladder, decoded)} fewer than without;'
-              if f[f'{read}/right'] else ';') +
-           f' given, since a verified answer stands over a misreading, are'
-           f' {_of(f, given)}. This is recall, not reasoning.')
+    decoded, ladder = f[f'{read}/decoded'], f[f'{first["ladder"]}/decoded']
+    yield ('Seen again (exact address, graft of the own entry): asked for the'
+           f' answer at once, the model reads {_of(f, read)} rightly out of the'
+           f' graft, with {decoded:,} tokens decoded in all (median'
+           f' {_number(f[read + "/decoded_median"])} an answer)' + (
+               f', {_ratio(ladder, decoded)} fewer than without'
+               if f[f'{read}/right'] else '')
+           + f'; asked for the solution, {_of(f, replayed)}, with'
+           f' {f[replayed + "/decoded"]:,} tokens in {f[replayed + "/steps"]:,}'
+           f' steps, since the tokens are looked up in the graft. Given, for a'
+           f' verified answer stands over a misreading, are {_of(f, given)}.'
+           ' This is recall, not reasoning.')
   if f.get('parameter/0/given/count'):
     given = 'parameter/0/given'
     yield (f'Known methods with other numbers: {_of(f, given)} by running the'

@@ -261,7 +261,7 @@ def _check_room(
       raise errors.CapacityError(
           f'{settings.dataset}: problem {p.id!r} needs {need} positions, worked'
           f' and asked again with {settings.budget} new tokens, found a'
-          f' capacity of {model.capacity}; leave it out or take a smaller budget')
+          f' capacity of {model.capacity}; leave it out, or lower --budget')
 
 
 def _begin(
@@ -290,6 +290,8 @@ def _begin(
           ' begun with; restore them')
     if ledger.lines[-1]['kind'] == 'end':
       raise errors.UsageError(f'{ledger.path}: the run came to its end already')
+    ledger.append('resumed', {
+        'code': ledger_lib.code_version(), 'command': list(command)})
   else:
     ledger.append('run', entries.run('flywheel', work.model, config, command))
     if registration:

@@ -26,9 +26,10 @@ def again(
     work: Work, library: library_lib.Library, router: routing.Router,
     problem: datasets.Problem, number: int, meter: resources.Meter,
 ) -> None:
-  """Asks a problem that was seen before, behind a graft of its own entry.
+  """Asks a problem that was seen before, behind grafts of its own entry.
 
-  The logits that choose the first token are compared with a fresh computation.
+  Once for the answer alone (`read`), once for the solution (`replayed`). The
+  logits that choose the first token are compared with a fresh computation.
   """
   name = f'recurrence/{number}/{problem.id}'
   if work.recorded('answer', f'{name}/given'):
@@ -41,17 +42,21 @@ def again(
         what='given', route=route.kind,
         decision=f'none: the library routes it as {route.kind}')
     return
-  context, ask = _behind(work, library, entry, problem, 'answer')
-  context.extend(ask)
-  _compare(work, name, number, context)
-  read, done = _reply(work, context, problem, 'answer',
-                      work.settings.answer_tokens)
-  meter.add(tokens_restored=done['restored'], tokens_computed=done['computed'],
-            tokens_decoded=done['decoded'], head_rows=1)
   found: dict[str, Any] = {
       'phase': 'recurrence', 'number': number, 'route': route.kind,
       'entry': entry.id}
-  work.answer(f'{name}/read', problem, read, what='read', **found, **done)
+  for what, mode, tokens in (
+      ('replayed', 'solution', work.settings.limits.tokens('greedy')),
+      ('read', 'recall', work.settings.answer_tokens)):
+    context, ask = _behind(work, library, entry, problem, mode)
+    context.extend(ask)
+    if what == 'read':
+      _compare(work, name, number, context)
+    read, done = _reply(work, context, problem, mode, tokens)
+    meter.add(
+        tokens_restored=done['restored'], tokens_computed=done['computed'],
+        tokens_decoded=done['decoded'], head_rows=1)
+    work.answer(f'{name}/{what}', problem, read, what=what, **found, **done)
   agrees = read is not None and work.same(problem.rule, problem.tolerance)(
       read, entry.answer)
   work.answer(f'{name}/given', problem, entry.answer, what='given',
@@ -172,7 +177,7 @@ def _reply(
   stop_ids, stop_when = work.prompts.stops(mode)
   one, = context.generate(tokens, stop_ids=stop_ids, stop_when=stop_when)
   answer = work.prompts.read(mode, one.text, problem.rule)
-  return answer, done | {'decoded': len(one.token_ids)}
+  return answer, done | {'decoded': len(one.token_ids), 'steps': one.steps}
 
 
 def _compare(
@@ -209,7 +214,8 @@ def _samples(
       num_samples=s.samples, stop_ids=stop_ids, stop_when=stop_when)
   return ([work.prompts.read('solution', one.text, problem.rule)
            for one in made],
-          done | {'decoded': sum(len(one.token_ids) for one in made)})
+          done | {'decoded': sum(len(one.token_ids) for one in made),
+                  'steps': max(one.steps for one in made)})
 
 
 def _likelihood(

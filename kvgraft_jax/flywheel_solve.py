@@ -141,7 +141,8 @@ def _say(work, problem, number, tried, passed) -> None:
         number=number, what=what,
         restored=max(a.tokens_restored for a in attempts),
         computed=sum(a.tokens_computed for a in attempts),
-        decoded=sum(a.tokens_decoded for a in attempts))
+        decoded=sum(a.tokens_decoded for a in attempts),
+        steps=sum(a.steps for a in attempts if a.tokens_computed))
 
   greedy = [a for a in tried if a.rung == 'greedy']
   bare = [a for a in tried if a.rung in _BARE]

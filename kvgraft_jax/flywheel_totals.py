@@ -15,6 +15,7 @@ _ANSWERS = {
     'decoded': ('answer', 'tokens_decoded', 'sum'),
     'computed': ('answer', 'tokens_computed', 'sum'),
     'restored': ('answer', 'tokens_restored', 'sum'),
+    'steps': ('answer', 'steps', 'sum'),
     'decoded_median': ('answer', 'tokens_decoded', 'median'),
 }
 
@@ -34,6 +35,8 @@ def write(work: flywheel_work.Work) -> None:
           'split': group['split']}
   for name, where in wider.items():
     for figure, (kind, field, rule) in _ANSWERS.items():
+      if field == 'steps' and where['phase'] != 'recurrence':
+        continue  # Only there are tokens looked up in a solution.
       _figure(work, f'{name}/{figure}', kind, where, field, rule)
   for what in ('bare', 'grafted'):
     where = {'phase': 'transfer', 'what': what}

@@ -143,7 +143,8 @@ class Work:
   def answer(
       self, name: str, problem: datasets.Problem, answer: str | None, *,
       phase: str, number: int, what: str, route: str = 'bare',
-      restored: int = 0, computed: int = 0, decoded: int = 0, **more: Any,
+      restored: int = 0, computed: int = 0, decoded: int = 0, steps: int = 0,
+      **more: Any,
   ) -> bool:
     """Writes an answer that was given, and its score; returns whether right.
 
@@ -158,6 +159,7 @@ class Work:
       restored: positions that came from the store.
       computed: positions that were run.
       decoded: tokens of the reply.
+      steps: decode steps that it took.
       **more: further fields.
     """
     group = {'phase': phase, 'round': number, 'what': what, 'route': route,
@@ -173,7 +175,7 @@ class Work:
         'group': group, 'problem': problem.id, 'answer': answer,
         'hit': hit, 'wrong_hit': hit and not score['value'],
         'tokens_restored': restored, 'tokens_computed': computed,
-        'tokens_decoded': decoded, **more})
+        'tokens_decoded': decoded, 'steps': steps, **more})
     return score['value']
 
 

@@ -25,20 +25,23 @@ from kvgraft_jax import engine
 from kvgraft_jax import errors
 
 STYLES = ('plain', 'chat')
-# What a reply is to be: the answer alone, a short solution, a program, or a
-# solution after longer thinking.
-MODES = ('answer', 'solution', 'program', 'think')
+# What a reply is to be: the answer alone, the answer of a solution that stands
+# in front, a short solution, a program, or a solution after longer thinking.
+MODES = ('answer', 'recall', 'solution', 'program', 'think')
 
 _PREAMBLE = 'Short problems, each with its solution and its answer.\n\n'
 _FENCE = '```'
 _OPENERS = {
     'answer': 'Answer:',
+    'recall': 'Solution: as above.\nAnswer:',
     'solution': 'Solution:',
     'program': f'A Python program that prints the answer:\n{_FENCE}python\n',
     'think': "Solution: Let's think step by step.",
 }
 _INSTRUCTIONS = {
     'answer': 'Reply with "Final answer:" and the answer, nothing else.',
+    'recall': 'Reply with "Final answer:" and the answer from above, nothing'
+              ' else.',
     'solution': 'Solve it in a few lines. End with a line "Final answer:" and'
                 ' the answer.',
     'program': 'Write a Python program that computes the answer and prints it,'
@@ -154,7 +157,7 @@ class Prompts:
     if self.style == 'chat':
       return None, None
     eos = set(self._model.tokenizer.eos_ids)
-    if mode == 'answer':
+    if mode in ('answer', 'recall'):
       return eos | self._feeds, None
     decode = self._model.tokenizer.decode
 
@@ -170,7 +173,7 @@ class Prompts:
   def read(self, mode: str, text: str, rule: str) -> str | None:
     """Returns the answer in a reply, None if there is none."""
     text = text.partition('Problem:')[0]
-    if mode == 'answer' and self.style == 'plain':
+    if mode in ('answer', 'recall') and self.style == 'plain':
       text = f'Answer: {text.strip()}'
     return answers.extract(text, rule)
 

@@ -235,10 +235,11 @@ def _check_lines(lines: Lines, again: Lines, part: str) -> None:
 
 # Steps of a reply, fewer where a later version guesses better; and the head of
 # a library that other runs may have filled.
-_FREE = ('attempt', 'steps'), ('entry', 'library_head')
+_FREE = (
+    ('attempt', 'steps'), ('answer', 'steps'), ('entry', 'library_head'))
 # Checked elsewhere, different each time, or without an id.
-_APART = ('run', 'profile', 'resources', 'registration', 'recovered', 'note',
-          'end')
+_APART = ('run', 'profile', 'resources', 'registration', 'recovered',
+          'resumed', 'note', 'end')
 
 
 def _check_bodies(lines: Lines, again: Lines, part: str) -> None:

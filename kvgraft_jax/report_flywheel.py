@@ -12,7 +12,8 @@ _WHAT = {
     ('bare', 'greedy'): 'Bare: one greedy solution',
     ('bare', 'vote'): 'Bare: vote of samples, the greedy one included',
     ('bare', 'ladder'): 'Bare: whole ladder',
-    ('recurrence', 'read'): 'Seen again: read out of the graft',
+    ('recurrence', 'read'): 'Seen again: answer read out of the graft',
+    ('recurrence', 'replayed'): 'Seen again: solution written out of the graft',
     ('recurrence', 'given'): 'Seen again: answer given',
     ('parameter', 'given'): 'Known method, other numbers: stored program',
     ('transfer', 'vote'): 'Transfer: vote without the library',
@@ -55,9 +56,10 @@ def section(
           'Answers and tokens by phase; a near one counts as right only if the'
           ' library gives its true answer, and should give none.',
           ['Phase', 'Round', 'Asked', 'Right', 'Restored', 'Computed',
-           'Decoded', 'Decoded, median of an answer', 'Hits', 'Wrong hits'],
+           'Decoded', 'Decoded, median of an answer', 'Decode steps', 'Hits',
+           'Wrong hits'],
           [_row(key, found, right) for key, found in groups.items()],
-          range(1, 10))]
+          range(1, 11))]
   if likelihoods:
     blocks.append(_likelihoods(likelihoods))
   if added:
@@ -82,6 +84,7 @@ def _row(
       _WHAT.get((phase, what), f'{phase}: {what}'),
       '' if number == '0' else number, f'{len(found):,}', f'{good:,}',
       *(f'{n:,}' for n in totals), f'{median:g}',
+      f'{sum(page.whole(b.get("steps")) for b in found):,}',
       f'{sum(b.get("hit") is True for b in found):,}',
       page.Cell('bad', f'{wrong:,}') if wrong else '0']
 

@@ -31,7 +31,7 @@ _SETTINGS = flywheel.Settings(
     # Where programs cannot be kept apart: these are the project's own.
     unsafe_exec=bool(sandbox.unavailable()))
 # Of a run that was stopped they differ: times, and where the library was.
-_APART = ('resources', 'recovered', 'note')
+_APART = ('resources', 'recovered', 'resumed', 'note')
 
 
 def _of(lines, kind):
@@ -95,7 +95,7 @@ def test_phases_and_likelihoods_are_complete(done):
   answers = _of(lines, 'answer')
   phases = [body['group']['phase'] for body in answers.values()]
   assert {p: phases.count(p) for p in set(phases)} == {
-      'bare': 6, 'recurrence': 4, 'parameter': 2, 'near': 2, 'transfer': 6,
+      'bare': 6, 'recurrence': 6, 'parameter': 2, 'near': 2, 'transfer': 6,
       'control': 6}
   for body in _of(lines, 'likelihood').values():
     values = [float(x) for x in body['logprobs']]
@@ -113,7 +113,7 @@ def test_the_budget_holds(done):
 def test_the_report_shows_it(done):
   folder, _ = done
   page = report.render(folder)
-  for text in ('Seen again: read out of the graft', 'Flywheel',
+  for text in ('Seen again: answer read out of the graft', 'Flywheel',
                'Control: library emptied', 'programs of the dataset'):
     assert text in page
 

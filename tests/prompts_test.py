@@ -27,6 +27,8 @@ def test_a_plain_question_behind_a_worked_problem():
       f'Problem: {_P}\nSolution: Count on.\n3 + 4 = 7\nAnswer: 7')
   assert _text(made.ask(_Q, 'answer', front, worked)) == (
       f'\n\nProblem: {_Q}\nAnswer:')
+  assert _text(made.ask(_P, 'recall', front, worked)) == (
+      f'\n\nProblem: {_P}\nSolution: as above.\nAnswer:')
   assert _text(made.ask(_Q, 'solution')) == f'Problem: {_Q}\nSolution:'
   assert _text(made.answer('7')) == ' 7'
 
