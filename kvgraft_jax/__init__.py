@@ -19,6 +19,8 @@ if typing.TYPE_CHECKING:
   from kvgraft_jax.grafting import Artifact as Artifact
   from kvgraft_jax.grafting import deposit as deposit
   from kvgraft_jax.grafting import graft as graft
+  from kvgraft_jax.library import Library as Library
+  from kvgraft_jax.routing import Router as Router
   from kvgraft_jax.store import Store as Store
   from kvgraft_jax.verification import audit as audit
   from kvgraft_jax.verification import AuditReport as AuditReport
@@ -29,8 +31,8 @@ __version__ = '0.1.0'
 
 __all__ = [
     'Artifact', 'AuditReport', 'Context', 'Generation', 'KvgraftError',
-    'Model', 'ModelConfig', 'Score', 'Store', 'VerifyReport', 'audit',
-    'deposit', 'graft', 'load_model', 'nn', 'verify',
+    'Library', 'Model', 'ModelConfig', 'Router', 'Score', 'Store',
+    'VerifyReport', 'audit', 'deposit', 'graft', 'load_model', 'nn', 'verify',
 ]
 
 # Public name -> its module, imported with the first use of the name: what
@@ -44,9 +46,11 @@ _HOMES = {
     'Generation': 'decode',
     'graft': 'grafting',
     'KvgraftError': 'errors',
+    'Library': 'library',
     'load_model': 'engine',
     'Model': 'engine',
     'ModelConfig': 'config',
+    'Router': 'routing',
     'Score': 'engine',
     'Store': 'store',
     'verify': 'verification',

@@ -52,12 +52,17 @@ class Check:
   ran: str
 
 
-def _regex(answer: str, pattern: str, **unused_extra: Any) -> bool:
+def _compile(pattern: str) -> None:
+  """Raises ValueError unless a text is a pattern."""
   try:
     with warnings.catch_warnings(action='ignore'):
       re.compile(pattern)
   except (re.error, OverflowError, RecursionError) as error:
-    raise ValueError(f'pattern {pattern!r:.80}: {error}') from None
+    raise ValueError(f'pattern {errors.quoted(pattern)}: {error}') from None
+
+
+def _regex(answer: str, pattern: str, **unused_extra: Any) -> bool:
+  _compile(pattern)
   code = ('import json, re, sys; pattern, text = json.load(sys.stdin);'
           ' sys.exit(0 if re.fullmatch(pattern, text) else 3)')
   try:
@@ -163,6 +168,24 @@ def same(rule: str, answer: str | None, expected: str, *,
     ) from None
 
 
+def check_key(
+    rule: str, expected: str, *, tolerance: str | None = None
+) -> None:
+  """Raises UsageError unless a rule can read an expected answer.
+
+  Nothing runs, so that what `symbolic` cannot read shows only when compared.
+  """
+  if rule == 'symbolic':
+    return
+  try:
+    if rule == 'regex':
+      _compile(expected)
+      return
+  except ValueError as error:
+    raise errors.UsageError(f'rule regex: {error}') from None
+  same(rule, expected, expected, tolerance=tolerance)
+
+
 def _limits(limits: sandbox.Limits) -> dict[str, str]:
   return {k: str(v) for k, v in dataclasses.asdict(limits).items()}
 
@@ -247,8 +270,8 @@ def _dependent(programs: Sequence[str]) -> str:
     if shape is None:
       return f'program {i} is no Python'
     if shape in shapes[:i]:
-      return (f'program {i} is program {shapes.index(shape)} but for names,'
-              ' comments or layout: not independent')
+      return (f'the programs are not independent: program {i} is program'
+              f' {shapes.index(shape)} but for names, comments or layout')
   return ''
 
 
@@ -273,8 +296,8 @@ def programs_agree(
   """
   if len(programs) < 2 or not instances:
     raise errors.UsageError(
-        f'{len(programs)} programs on {len(instances)} instances; expected two'
-        ' or more programs and at least one instance')
+        'expected two or more programs and at least one instance, found'
+        f' {len(programs)} and {len(instances)}')
   if rule not in RULES or rule == 'regex':
     raise errors.UsageError(
         f'rule {rule!r} cannot compare two programs; expected one of'
@@ -294,10 +317,11 @@ def programs_agree(
       row.append(answer)
       sandboxed &= result.sandboxed
       if answer is None:
-        reason = f'program {i} gave no answer: {_ending(result)}'
+        reason = f'program {i} gave no answer: {_ending(result, limits)}'
       elif not _agree(rule, answer, row[0], tolerance, unsafe):
-        reason = (f'program {i} says {answer[:80]!r}, program 0'
-                  f' {str(row[0])[:80]!r}')
+        reason = (
+            f'the programs do not agree: program {i} says'
+            f' {errors.quoted(answer)}, program 0 {errors.quoted(row[0])}')
       if reason:
         reason += f' (instance {len(rows) - 1})'
         break
@@ -317,14 +341,19 @@ def _agree(rule: str, answer: str, other: str | None, tolerance: str | None,
     return False  # What the first program printed cannot be read.
 
 
-def _ending(result: sandbox.Result) -> str:
+def _ending(result: sandbox.Result, limits: sandbox.Limits) -> str:
   """Returns in a few words how a run ended."""
   if result.ok:
     return 'it printed nothing'
-  last = result.stderr.strip().rpartition('\n')[2][:120]
-  code = result.exit_code
-  return (f'exit code {code}' if result.ended == 'exit' else result.ended) + (
-      f', {last}' if last else '')
+  last = errors.shortened(result.stderr.strip().rpartition('\n')[2], 120)
+  how = {
+      'exit': f'it ended with exit code {result.exit_code}',
+      'cpu': f'it ran longer than {limits.cpu_s:g} s of CPU time',
+      'wall': f'it ran longer than {limits.wall_s:g} s of wall time',
+      'memory': f'it took more than {limits.memory_bytes >> 20} MiB of memory',
+      'output': f'it printed more than {limits.output_bytes >> 10} KiB',
+  }.get(result.ended, f'it ended by {result.ended}')
+  return how + (f', {last}' if last else '')
 
 
 # Unit tests.
@@ -464,7 +493,7 @@ def unit_tests(
             secrets.compare_digest(last[0].encode(), nonce.encode()) and
             int(last[1]) > 0)
   reason = '' if passed else (
-      'no assert was reached' if result.ok else _ending(result))
+      'no assert was reached' if result.ok else _ending(result, limits))
   return _check(
       passed, None,
       {'kind': 'tests', 'asserts': int(last[1]) if passed else 0,

@@ -19,6 +19,7 @@ import pathlib
 from typing import Any
 from typing import TypeVar
 
+from kvgraft_jax import checkers
 from kvgraft_jax import errors
 from kvgraft_jax import statements
 
@@ -85,29 +86,43 @@ class Programs:
     statement_sha256: address of its canonical statement.
     programs: sources of independent methods.
     solution: worked method in words of its own.
-    rule: of the check that compares answers.
+    rule: of the check that compares answers; '' for the problem's own.
+    parameters: name -> value that the programs read; empty for the problem's
+      own.
   """
 
   id: str
   statement_sha256: str
   programs: tuple[str, ...]
   solution: str
-  rule: str = 'integer'
+  rule: str = ''
+  parameters: Mapping[str, int | str] = dataclasses.field(
+      default_factory=dict)
 
   def join(self, problem: Problem) -> Problem:
-    """Returns `problem` with the programs, the solution and the rule.
+    """Returns `problem` with what is here.
 
     Raises:
-      UsageError: if they were written for another statement.
+      UsageError: if it was written for another statement, or its rule cannot
+        read the problem's answer.
     """
-    if (problem.id, problem.sha256) != (self.id, self.statement_sha256):
+    if problem.id != self.id:
       raise errors.UsageError(
-          f'the programs of {self.id!r} were written for the statement'
-          f' {self.statement_sha256}, problem {problem.id!r} has the statement'
-          f' {problem.sha256}; use the dataset that they were written for')
-    return dataclasses.replace(
+          f'the programs of {self.id!r} cannot be joined to problem'
+          f' {problem.id!r}; give the problem of their id')
+    if problem.sha256 != self.statement_sha256:
+      raise errors.UsageError(
+          f'the programs of {self.id!r} are for another statement: their'
+          f' statement_sha256 is {self.statement_sha256}, expected'
+          f' {problem.sha256}, the address of the canonical statement of'
+          f' problem {self.id!r}; `kvgraft library address --problem=...`'
+          ' prints it')
+    joined = dataclasses.replace(
         problem, programs=self.programs, solution=self.solution,
-        rule=self.rule)
+        rule=self.rule or problem.rule,
+        parameters=self.parameters or problem.parameters)
+    _check_answer(f'programs of {self.id!r}', joined)
+    return joined
 
 
 _Record = TypeVar('_Record', Problem, Programs)
@@ -121,7 +136,8 @@ def load(source: str | os.PathLike[str]) -> list[Problem]:
 
   Raises:
     NotFoundError: if there is no such file or split.
-    UsageError: naming the first line that is malformed.
+    UsageError: naming the first line that is malformed, or whose answer its
+      rule cannot read; or if there is no problem.
   """
   name, _, split = str(source).partition(':')
   if name != SHIPPED:
@@ -134,7 +150,7 @@ def load(source: str | os.PathLike[str]) -> list[Problem]:
       family['family']: {
           'schema': family['parameters'], 'instances': family['held_out'],
           'programs': family['programs']}
-      for _, family in _lines(FAMILIES_FILE)}
+      for _, family in _lines(FAMILIES_FILE, Problem)}
   return [problem for problem in _read(PROBLEMS_FILE, Problem, shared)
           if split in ('', problem.split)]
 
@@ -147,7 +163,7 @@ def load_programs(path: str | os.PathLike[str]) -> dict[str, Programs]:
 
   Raises:
     NotFoundError: if there is no such file.
-    UsageError: naming the first line that is malformed.
+    UsageError: naming the first line that is malformed; or if there is none.
   """
   return {item.id: item for item in _read(path, Programs, {})}
 
@@ -164,27 +180,50 @@ def _read(
     shared: family -> fields for its lines that do not have them.
   """
   found: dict[str, _Record] = {}
-  for number, line in _lines(path):
+  for number, line in _lines(path, kind):
     line = {**shared.get(str(line.get('family')), {}), **line}
     record = _record(f'{path}, line {number}', kind, line)
+    if isinstance(record, Problem):
+      _check_answer(f'{path}, line {number}', record)
     if record.id in found:
       raise errors.UsageError(
           f'{path}, line {number}: the id {record.id!r} occurs twice; ids must'
           ' be unique')
     found[record.id] = record
+  if not found:
+    what = 'problem' if kind is Problem else 'programs'
+    raise errors.UsageError(
+        f'{path}: holds no {what}, expected one object a line with'
+        f' {", ".join(_REQUIRED[kind])}')
   return list(found.values())
 
 
+def _check_answer(where: str, problem: Problem) -> None:
+  """Raises UsageError unless the problem's rule can read its answer."""
+  try:
+    checkers.check_key(
+        problem.rule, problem.answer, tolerance=problem.tolerance)
+  except errors.UsageError as e:
+    raise errors.UsageError(
+        f'{where}: problem {problem.id!r} has the answer'
+        f' {errors.quoted(problem.answer)} and the rule {problem.rule!r}: {e};'
+        ' set "rule" on its line to one that reads it, of'
+        f' {", ".join(checkers.RULES)}') from None
+
+
 def _lines(
-    path: str | os.PathLike[str]
+    path: str | os.PathLike[str], kind: type[_Record]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
   """Yields the number from 1 and the object of each line that is not blank."""
   try:
     text = pathlib.Path(path).read_text(encoding='utf-8')
   except (OSError, UnicodeDecodeError) as e:
+    reason = getattr(e, 'strerror', None) or e
     raise errors.NotFoundError(
-        f'{path}: cannot be read as a dataset ({e}); expected "{SHIPPED}",'
-        f' "{SHIPPED}:SPLIT" or the path of a JSONL file') from None
+        f'{path}: cannot be read as a dataset ({reason}); expected "{SHIPPED}",'
+        f' "{SHIPPED}:SPLIT" or the path of a JSONL file' if kind is Problem
+        else f'{path}: cannot be read as programs ({reason}); expected the path'
+        ' of a JSONL file with programs') from None
   for number, row in enumerate(text.split('\n'), 1):
     if row.strip():
       try:
@@ -203,7 +242,13 @@ def _lines(
 def _record(
     where: str, kind: type[_Record], line: Mapping[str, Any]
 ) -> _Record:
-  """Returns the record of the fields of a line that `kind` knows."""
+  """Returns the record of the fields of a line."""
+  known = [field.name for field in dataclasses.fields(kind)]
+  unknown = [name for name in line if name not in known]
+  if unknown:
+    raise errors.UsageError(
+        f'{where}: has unknown {", ".join(map(errors.quoted, unknown))}, known'
+        f' are {", ".join(known)}; remove or rename them')
   values = {}
   for field in dataclasses.fields(kind):
     found = line.get(field.name)
@@ -214,10 +259,11 @@ def _record(
         raise errors.UsageError(
             f'{where}: {field.name} is {json.dumps(found)[:80]}, expected'
             f' {expected}')
-  for name in _REQUIRED[kind]:
-    if not values.get(name):
-      raise errors.UsageError(
-          f'{where}: has no {name}, found {", ".join(sorted(line))}')
+  missing = [name for name in _REQUIRED[kind] if not values.get(name)]
+  if missing:
+    raise errors.UsageError(
+        f'{where}: has no {", ".join(missing)}, found'
+        f' {", ".join(sorted(line)) or "nothing"}')
   return kind(**values)
 
 

@@ -118,8 +118,8 @@ class Candidate:
     for values in given:
       if not parameters_lib.fits(values, self.parameters):
         raise errors.UsageError(
-            f'the instance {values!r:.120} does not fit the parameters; give'
-            ' values of their types and ranges')
+            f'the instance {errors.quoted(values, 120)} does not fit the'
+            ' parameters; give values of their types and ranges')
     if not given:
       given = parameters_lib.sample(self.parameters, MIN_INSTANCES + 2)[
           :MIN_INSTANCES + 1]
@@ -129,9 +129,9 @@ class Candidate:
         others.append(values)
     if len(others) < MIN_INSTANCES:
       raise errors.UsageError(
-          f'there are {len(others)} instances besides the statement\'s own'
-          f' numbers, expected at least {MIN_INSTANCES} different ones; widen'
-          ' the ranges or give instances, or leave the parameters out')
+          f'expected at least {MIN_INSTANCES} different instances besides the'
+          f' statement\'s own numbers, found {len(others)}; widen the ranges or'
+          ' give instances, or leave the parameters out')
     return [own, *others]
 
   def check_form(self) -> None:
@@ -140,22 +140,24 @@ class Candidate:
       value = getattr(self, name)
       if not isinstance(value, str) or (
           name in ('problem', 'answer') and not value.strip()):
-        raise errors.UsageError(f'{name} is {value!r:.80}, expected text')
+        raise errors.UsageError(
+            f'{name} is {errors.quoted(value)}, expected text')
     for name in ('expected', 'tolerance'):
       value = getattr(self, name)
       if not isinstance(value, (str, type(None))):
-        raise errors.UsageError(f'{name} is {value!r:.80}, expected text')
+        raise errors.UsageError(
+            f'{name} is {errors.quoted(value)}, expected text')
     for name, form in (('programs', Sequence), ('instances', Sequence),
                        ('provenance', Mapping), ('limits', sandbox.Limits)):
       value = getattr(self, name)
       if not isinstance(value, form):
         raise errors.UsageError(
-            f'{name} is {value!r:.80}, expected {form.__name__}')
+            f'{name} is {errors.quoted(value)}, expected {form.__name__}')
     for name, kind in (('programs', str), ('instances', Mapping)):
       for value in getattr(self, name):
         if not isinstance(value, kind):
           raise errors.UsageError(
-              f'{name} hold {value!r:.80}, expected only'
+              f'{name} hold {errors.quoted(value)}, expected only'
               f' {"text" if kind is str else "objects"}')
     try:
       hashing.canonical_json([
@@ -167,17 +169,17 @@ class Candidate:
           f'the entry cannot be written: {e}; give text and integers') from None
     if self.checker not in KINDS:
       raise errors.UsageError(
-          f'checker {self.checker!r:.80} is unknown; choose one of'
+          f'checker {errors.quoted(self.checker)} is unknown; choose one of'
           f' {", ".join(KINDS)}')
     if not isinstance(self.rule, str) or self.rule not in checkers.RULES:
       raise errors.UsageError(
-          f'rule {self.rule!r:.80} is unknown; choose one of'
+          f'rule {errors.quoted(self.rule)} is unknown; choose one of'
           f' {", ".join(checkers.RULES)}')
     if self.checker == 'programs':
       if len(self.programs) < 2:
         raise errors.UsageError(
-            f'there are {len(self.programs)} programs, expected two or more'
-            ' independent ones')
+            'expected two or more independent programs, found'
+            f' {len(self.programs)}; give another, or an answer key')
       if self.expected is not None:
         raise errors.UsageError(
             'programs are checked against each other and see no key; leave the'
@@ -248,28 +250,39 @@ def verify(candidate: Candidate, *, unsafe: bool = False) -> Outcome:
         c.rule, c.answer, c.expected or '', tolerance=c.tolerance,
         unsafe=unsafe)
     return Outcome(check.passed, '' if check.passed else
-                   f'the answer {c.answer!r:.80} is not the expected one',
+                   f'the answer {errors.quoted(c.answer)} is not the expected'
+                   ' one',
                    check.evidence, check.ran)
   check = checkers.programs_agree(
       list(c.programs), c.runs, c.rule, tolerance=c.tolerance,
       limits=c.limits, unsafe=unsafe)
   if not check.passed or check.answer is None:
     return Outcome(
-        False, f'the programs do not agree: {check.evidence["reason"]}',
-        check.evidence, check.ran)
-  return _against(c, check.answer, check.evidence, check.ran, unsafe)
+        False, check.evidence['reason'], check.evidence, check.ran)
+  return _against(
+      c, [row[0] for row in check.evidence['answers']], check.evidence,
+      check.ran, unsafe)
 
 
 def _against(
-    c: Candidate, agreed: str, evidence: dict[str, Any], ran: str,
+    c: Candidate, agreed: Sequence[str], evidence: dict[str, Any], ran: str,
     unsafe: bool,
 ) -> Outcome:
-  """Compares the answer with the one that the programs agreed on."""
-  passed = checkers.same(
-      c.rule, c.answer, agreed, tolerance=c.tolerance, unsafe=unsafe)
-  why = '' if passed else (
-      f'the programs agree on {agreed!r:.80}, the answer is {c.answer!r:.80}')
-  return Outcome(passed, why, evidence, ran)
+  """Compares the answer with what the programs agreed on, own values first."""
+  why = ''
+  if not checkers.same(
+      c.rule, c.answer, agreed[0], tolerance=c.tolerance, unsafe=unsafe):
+    why = (f'the programs agree on {errors.quoted(agreed[0])}, the answer is'
+           f' {errors.quoted(c.answer)}')
+  elif c.parameters is not None and all(
+      checkers.same(c.rule, other, agreed[0], unsafe=unsafe)
+      for other in agreed[1:]):
+    # They may ignore what they read, and would be wrong for other numbers.
+    why = (f'the programs print {errors.quoted(agreed[0])} for all'
+           f' {len(agreed)} instances, expected answers that depend on the'
+           ' parameters; read them from stdin, give instances with other'
+           ' answers, or leave the parameters out')
+  return Outcome(not why, why, evidence, ran)
 
 
 def verify_all(
@@ -329,7 +342,8 @@ def _verify_group(
         'driver': _DRIVER, 'programs': list(programs), 'instances': one,
         'rule': c.rule, 'tolerance': c.tolerance,
         'limits': limits_json(limits)})
-    outcome = _against(c, answers[0][0] or '', evidence, ran, unsafe)
+    outcome = _against(
+        c, [answer or '' for answer in answers[0]], evidence, ran, unsafe)
     if outcome.passed:
       found[k] = outcome
   # Whether the programs are different ones, and answer alone what they answer

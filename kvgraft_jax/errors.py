@@ -6,6 +6,18 @@ permission, network).
 """
 
 
+def quoted(value: object, limit: int = 80) -> str:
+  """Returns a value as Python writes it, a long text cut with an ellipsis."""
+  if isinstance(value, str):
+    return repr(shortened(value, limit))
+  return shortened(repr(value), limit)
+
+
+def shortened(text: str, limit: int) -> str:
+  """Returns a text, cut with an ellipsis if it is longer than the limit."""
+  return text if len(text) <= limit else text[:limit - 3] + '...'
+
+
 class KvgraftError(Exception):
   """Base of every error that this package raises on purpose."""
 

@@ -76,9 +76,7 @@ def by_route(
   more: dict[str, Any] = {} if entry is None else {'nearest': entry.id}
   if entry and route.kind == 'parameters':
     try:
-      answer = router.answer(
-          routing.Match(entry, route.parameters or {}),
-          unsafe=work.settings.unsafe_exec)
+      answer = router.answer(route, unsafe=work.settings.unsafe_exec)
     except errors.NotVerifiedError:
       pass  # The programs differ on these numbers: no answer is given.
   elif entry and route.kind == 'exact':

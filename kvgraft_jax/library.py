@@ -16,7 +16,9 @@ import dataclasses
 import itertools
 import pathlib
 from typing import Any
+from typing import NamedTuple
 
+from kvgraft_jax import checkers
 from kvgraft_jax import datasets
 from kvgraft_jax import entry_checks
 from kvgraft_jax import errors
@@ -32,6 +34,7 @@ Path = records_lib.Path
 
 _KEPT = records_lib.KEPT
 _LIMITS = sandbox.Limits()
+_COMPARED = ('integer', 'rational', 'decimal', 'choice')
 _TOGETHER = 5000  # Candidates that are verified, then written, at once.
 # Fields of the records that an import takes beside entries; all are text.
 _TEXTS = {'source': ('text',), 'retraction': ('entry', 'reason'),
@@ -94,6 +97,29 @@ class Entry:
     return dataclasses.asdict(self)
 
 
+class Imported(NamedTuple):
+  """What an import did.
+
+  Attributes:
+    added: how many entries are new.
+    present: how many were there already, and stay as they are.
+    refused: the others that were not retracted, each with the reason.
+  """
+
+  added: int
+  present: int
+  refused: list[tuple[Candidate, str]]
+
+
+def same_answer(first: Entry, other: Entry) -> bool:
+  """Tells whether two entries have one answer, however it is written."""
+  if first.answer == other.answer:
+    return True
+  if first.rule != other.rule or first.rule not in _COMPARED:
+    return False
+  return checkers.same(first.rule, other.answer, first.answer)
+
+
 def from_problem(
     problem: datasets.Problem, *, provenance: Mapping[str, Any] | None = None,
     limits: sandbox.Limits = _LIMITS,
@@ -109,8 +135,8 @@ def from_problem(
   """
   if len(problem.programs) < 2:
     raise errors.UsageError(
-        f'problem {problem.id!r} has {len(problem.programs)} programs, expected'
-        ' two or more; give the answer key or a programs file')
+        f'problem {problem.id!r}: expected two or more programs, found'
+        f' {len(problem.programs)}; give the answer key or a programs file')
   if problem.schema:
     parameters_lib.check(problem.schema)
   read = problem.schema and parameters_lib.read(
@@ -219,8 +245,8 @@ class Library:
           ' digits')
     if not found:
       raise errors.NotFoundError(
-          f'{self.path}: there is no entry {ref!r:.80}; `kvgraft library ls'
-          f' {self.path}` shows all')
+          f'{self.path}: there is no entry {errors.quoted(ref)}; `kvgraft'
+          f' library ls {self.path}` shows all')
     return self._entry(*found[0])
 
   def entries(
@@ -251,6 +277,12 @@ class Library:
     found = self._records.find(
         f'address = ? AND {_KEPT} ORDER BY seq DESC', address)
     return [self._entry(*one) for one in found if one[2]['address'] == address]
+
+  def conflicts(self, address: str) -> list[Entry]:
+    """Returns the entries of a statement if their answers are not the same."""
+    found = self.by_address(address)
+    differ = any(not same_answer(found[0], other) for other in found[1:])
+    return found if differ else []
 
   def by_template(self, skeleton: str) -> list[Entry]:
     """Returns the entries of a template, newest first, none retracted."""
@@ -346,15 +378,15 @@ class Library:
     outcome = entry_checks.verify(candidate, unsafe=unsafe)
     if not outcome.passed:
       raise errors.NotVerifiedError(
-          f'{problem!r:.80} was not added: {outcome.why}; correct the answer or'
-          ' the check')
+          f'{errors.quoted(problem)} was not added: {outcome.why}; correct the'
+          ' answer or the check')
     with self._records.transaction():
       name = self._write(candidate, outcome, unsafe)
       reason = self.retraction(name)
     if reason is not None:
       raise errors.UsageError(
-          f'entry {name} was retracted ({reason:.80}) and stays so; add it'
-          ' with another provenance')
+          f'entry {name} was retracted ({errors.shortened(reason, 80)}) and'
+          ' stays so; add it with another provenance')
     return self.get(name)
 
   def add_all(
@@ -445,10 +477,10 @@ class Library:
                     'store': store})
 
   def retract(self, entry_id: str, reason: str) -> None:
-    """Takes an entry out of use for good; once is enough.
+    """Takes an entry out of use for good; the same again does nothing.
 
     Raises:
-      UsageError: without a reason.
+      UsageError: without a reason, or if it was retracted for another one.
       NotFoundError: if there is no such entry.
     """
     if not reason.strip():
@@ -456,6 +488,11 @@ class Library:
     name = self.get(entry_id).id
     with self._records.transaction():
       self._retract(name, reason)
+      before = self.retraction(name)
+    if before is not None and before != reason:
+      raise errors.UsageError(
+          f'entry {name} was retracted already'
+          f' ({errors.shortened(before, 200)}); its reason stays')
 
   def _retract(self, name: str, reason: str) -> None:
     if self.retraction(name) is None:
@@ -522,63 +559,88 @@ class Library:
     """
     return self._records.export(path)
 
-  def import_(
-      self, path: Path, *, unsafe: bool = False
-  ) -> tuple[int, list[tuple[Candidate, str]]]:
+  def import_(self, path: Path, *, unsafe: bool = False) -> Imported:
     """Adds the entries of an export whose checkers pass here and now.
 
-    Verdicts in the file count for nothing. What was retracted there is not
-    taken, and is retracted here as well. Artifacts are taken as they stand.
+    Verdicts in the file count for nothing. What was retracted there is
+    retracted here as well. Artifacts are taken as they stand.
 
     Args:
       path: of the export.
       unsafe: as in `add`.
 
-    Returns:
-      As `add_all`.
-
     Raises:
       NotFoundError: if there is no such file.
+      UsageError: if it is no export.
       DamageError: if it is no whole export.
       KvgraftError: as `add_all` does.
     """
-    records = records_lib.read_export(pathlib.Path(path))
-    for name, record in records:
-      fields = _TEXTS.get(record['kind'], ())
-      if fields and set(record) != {'kind', *fields} or not all(
-          isinstance(record[field], str) for field in fields):
-        raise errors.DamageError(
-            f'{path}: {record["kind"]} {name} is malformed, expected'
-            f' {", ".join(fields)}; export it again')
-    sources = {name: r['text'] for name, r in records if r['kind'] == 'source'}
-    gone = {r['entry']: r['reason'] for _, r in records
-            if r['kind'] == 'retraction'}
-    candidates, beyond = [], []
-    for name, record in records:
-      if record['kind'] == 'entry' and name not in gone:
-        try:
-          candidate = _candidate(record, sources)
-        except (AttributeError, KeyError, TypeError, ValueError,
-                errors.UsageError) as e:
-          raise errors.DamageError(
-              f'{path}: entry {name} is malformed ({e!r:.80}); export it'
-              ' again') from None
-        if _generous(candidate.limits):
-          beyond.append((candidate, 'its programs ask for limits that a file'
-                         ' may not set; add it by hand'))
-        else:
-          candidates.append(candidate)
-    count, refused = self.add_all(candidates, unsafe=unsafe)
+    records, candidates = read_export(path)
+    gone = {r['entry'] for _, r in records if r['kind'] == 'retraction'}
+    present, new, retracted, beyond = 0, [], [], []
+    for name, candidate in candidates.items():
+      if name in gone:
+        if not (_generous(candidate.limits)
+                or self._records.has(name, 'entry')):
+          retracted.append(candidate)
+      elif (self._records.has(name, 'entry')
+            and self.retraction(name) is None):
+        present += 1
+      elif _generous(candidate.limits):
+        beyond.append((candidate, 'its programs ask for limits that a file'
+                       ' may not set; add it by hand'))
+      else:
+        new.append(candidate)
+    added, refused = self.add_all(new, unsafe=unsafe)
     with self._records.transaction():
       for name, record in records:
-        about = record.get('entry')
-        if not isinstance(about, str) or not self._records.has(about, 'entry'):
-          continue
         if record['kind'] == 'retraction':
-          self._retract(about, record['reason'])
-        elif record['kind'] == 'artifact' and not self._records.has(name):
+          # Without its entry, too: whoever adds that later is told.
+          self._retract(record['entry'], record['reason'])
+        elif record['kind'] == 'artifact' and not self._records.has(name) and (
+            self._records.has(record['entry'], 'entry')):
           self._records.append(record)
-    return count, [*refused, *beyond]
+    # They are retracted by now; what does not pass is not even shown.
+    self.add_all(retracted, unsafe=unsafe)
+    return Imported(added, present, [*refused, *beyond])
+
+
+def read_export(
+    path: Path
+) -> tuple[list[tuple[str, Record]], dict[str, Candidate]]:
+  """Reads an export and checks its form; nothing runs.
+
+  Args:
+    path: of the export.
+
+  Returns:
+    (id and content of each record; entry's id -> what may be verified).
+
+  Raises:
+    NotFoundError: if there is no such file.
+    UsageError: if it is no export.
+    DamageError: if it is no whole export.
+  """
+  records = records_lib.read_export(pathlib.Path(path))
+  for name, record in records:
+    fields = _TEXTS.get(record['kind'], ())
+    if fields and set(record) != {'kind', *fields} or not all(
+        isinstance(record[field], str) for field in fields):
+      raise errors.DamageError(
+          f'{path}: {record["kind"]} {name} is malformed, expected'
+          f' {", ".join(fields)}; export it again')
+  sources = {name: r['text'] for name, r in records if r['kind'] == 'source'}
+  candidates = {}
+  for name, record in records:
+    if record['kind'] == 'entry':
+      try:
+        candidates[name] = _candidate(record, sources)
+      except (AttributeError, KeyError, TypeError, ValueError,
+              errors.UsageError) as e:
+        raise errors.DamageError(
+            f'{path}: entry {name} is malformed ({e!r:.80}); export it'
+            ' again') from None
+  return records, candidates
 
 
 def _generous(limits: sandbox.Limits) -> bool:

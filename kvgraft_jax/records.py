@@ -341,7 +341,13 @@ def canonical(record: Record) -> bytes:
 
 
 def read_export(path: pathlib.Path) -> list[tuple[str, Record]]:
-  """Returns id and content of the records of an export, its chain checked."""
+  """Returns id and content of the records of an export, its chain checked.
+
+  Raises:
+    NotFoundError: if it cannot be read.
+    UsageError: if it is no export, or of another version.
+    DamageError: if it is no whole export.
+  """
   try:
     lines = path.read_bytes().splitlines()
   except OSError as e:
@@ -349,9 +355,16 @@ def read_export(path: pathlib.Path) -> list[tuple[str, Record]]:
         f'{path}: {e.strerror}; give a file that `kvgraft library export` wrote'
     ) from None
   try:
-    first, *rest = [json.loads(line) for line in lines]
-    if (first['kind'], first['format']) != ('library', FORMAT):
-      raise ValueError('it is of another kind or version')
+    first = json.loads(lines[0])
+    found = first['kind'], first['format']
+  except (ValueError, LookupError, TypeError, RecursionError):
+    found = None
+  if found != ('library', FORMAT):
+    raise errors.UsageError(
+        f'{path}: is no export of a library of version {FORMAT}; give a file'
+        ' that `kvgraft library export` wrote')
+  try:
+    rest = [json.loads(line) for line in lines[1:]]
     records = [(name_of(line), record)
                for line, record in zip(lines[1:], rest)]
     head = NO_HEAD
@@ -361,7 +374,7 @@ def read_export(path: pathlib.Path) -> list[tuple[str, Record]]:
         raise ValueError('a record has no kind')
     if head != first['head']:
       raise ValueError('its records are not those that its head names')
-  except (ValueError, KeyError, TypeError) as e:
+  except (ValueError, LookupError, TypeError, RecursionError) as e:
     raise errors.DamageError(
         f'{path}: is no whole export of a library ({e!s:.120}); export it'
         ' again') from None

@@ -4,6 +4,16 @@ In this order: the very statement was answered before; a verified program
 answers its template for other numbers; the nearest method is shown as an
 example; nothing. The first two give an answer without a token, so they only
 take what is certain: a doubt is a miss.
+
+    with kvgraft_jax.Library('/tmp/library') as library:
+      router = kvgraft_jax.Router(library)
+      route = router.route('What is 3 + 4?')
+      if route.kind == 'exact':
+        print(route.entry.answer)
+      elif route.kind == 'parameters':
+        print(router.answer(route))  # Runs the entry's programs.
+      elif route.kind == 'similar':
+        print(route.entry.problem, route.score)  # An example, no answer.
 """
 
 from __future__ import annotations
@@ -27,6 +37,9 @@ KINDS = ('exact', 'parameters', 'similar', 'bare')
 _LOG = logging.getLogger(__name__)
 
 
+Others = tuple[tuple[library_lib.Entry, parameters_lib.Values], ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Match:
   """An entry whose program answers a statement.
@@ -34,10 +47,13 @@ class Match:
   Attributes:
     entry: has the statement's template, and a program.
     parameters: what the program reads.
+    others: older entries with other programs that fit as well, each with what
+      they read: all must give the same answer.
   """
 
   entry: library_lib.Entry
   parameters: parameters_lib.Values
+  others: Others = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +66,7 @@ class Route:
     parameters: for 'parameters', what the program reads.
     score: for 'similar', of BM25; 0 otherwise.
     seconds: that the decision took.
+    others: of `Match`.
   """
 
   kind: str
@@ -57,6 +74,7 @@ class Route:
   parameters: parameters_lib.Values | None
   score: float
   seconds: float
+  others: Others = ()
 
 
 class Router:
@@ -85,13 +103,15 @@ class Router:
   def parameters(self, statement: str) -> Match | None:
     """Returns the newest entry whose schema all numbers of a statement fit."""
     template = statements.template(statement)
-    if template.numbers:
-      for entry in self._library.methods(template.skeleton):
-        values = entry.parameters and parameters_lib.read(
-            template, entry.parameters)
-        if values:
-          return Match(entry, values)
-    return None
+    if not template.numbers:
+      return None
+    found = []
+    for entry in self._library.methods(template.skeleton):
+      values = entry.parameters and parameters_lib.read(
+          template, entry.parameters)
+      if values:
+        found.append((entry, values))
+    return Match(*found[0], tuple(found[1:])) if found else None
 
   def answer(
       self, match: Match | Route, *, limits: sandbox.Limits | None = None,
@@ -112,15 +132,32 @@ class Router:
     if entry is None or match.parameters is None:
       raise errors.UsageError(
           'the route has no parameters; give one of kind "parameters"')
+    answer = self._run(entry, match.parameters, limits, unsafe)
+    for other, values in match.others:
+      second = self._run(other, values, limits, unsafe)
+      if other.rule != entry.rule or not checkers.same(
+          entry.rule, second, answer, tolerance=entry.tolerance,
+          unsafe=unsafe):
+        raise errors.NotVerifiedError(
+            f'entries {entry.id} and {other.id} answer this statement with'
+            f' {errors.quoted(answer, 80)} and {errors.quoted(second, 80)};'
+            ' retract the wrong one')
+    return answer
+
+  def _run(
+      self, entry: library_lib.Entry, values: parameters_lib.Values,
+      limits: sandbox.Limits | None, unsafe: bool,
+  ) -> str:
+    """Returns what the programs of one entry say, all of them."""
     check = checkers.programs_agree(
-        list(entry.programs), [match.parameters], entry.rule,
+        list(entry.programs), [values], entry.rule,
         tolerance=entry.tolerance, limits=limits or entry.candidate.limits,
         unsafe=unsafe)
     if not check.passed or check.answer is None:
       raise errors.NotVerifiedError(
-          f'the programs of entry {entry.id} do not agree on'
-          f' {match.parameters!r:.120}: {check.evidence["reason"]}; solve the'
-          ' problem without it')
+          f'entry {entry.id} gives no answer for'
+          f' {errors.quoted(values, 120)}:'
+          f' {check.evidence["reason"]}; solve the problem without it')
     return check.answer
 
   def answers(
@@ -145,7 +182,7 @@ class Router:
           source, [matches[n].parameters for n in members],
           limits=first.candidate.limits, unsafe=unsafe) for source in programs]
       for n, answers in zip(members, zip(*columns)):
-        if entry_checks.agree(
+        if not matches[n].others and entry_checks.agree(
             matches[n].entry.candidate, answers, unsafe=unsafe):
           found[n] = answers[0]
           continue
@@ -206,16 +243,17 @@ class Router:
 
     def made(kind: str, entry: library_lib.Entry | None = None,
              parameters: parameters_lib.Values | None = None,
-             score: float = 0.0) -> Route:
+             score: float = 0.0, others: Others = ()) -> Route:
       return Route(kind, entry, parameters, score,
-                   time.perf_counter() - began)
+                   time.perf_counter() - began, others)
 
     found = self._exact(statement)
     if found and not _ambiguous(found):
       return made('exact', found[0])
     match = None if found else self.parameters(statement)
     if match:
-      return made('parameters', match.entry, match.parameters)
+      return made('parameters', match.entry, match.parameters,
+                  others=match.others)
     for entry, score in self.similar(statement):
       return made('similar', entry, score=score)
     return made('bare')
@@ -229,20 +267,13 @@ def _ambiguous(entries: Sequence[library_lib.Entry]) -> bool:
   """Tells whether entries of one statement have different answers; logs it."""
   first, *others = entries
   for other in others:
-    if other.answer != first.answer and not _same(first, other):
+    if not library_lib.same_answer(first, other):
       _LOG.warning(
           'entries %s and %s answer one statement with %.80r and %.80r; none'
           ' is used, retract the wrong one', first.id, other.id, first.answer,
           other.answer)
       return True
   return False
-
-
-def _same(first: library_lib.Entry, other: library_lib.Entry) -> bool:
-  if first.rule != other.rule or first.rule not in (
-      'integer', 'rational', 'decimal', 'choice'):
-    return False
-  return checkers.same(first.rule, other.answer, first.answer)
 
 
 def _bm25s() -> Any:

@@ -120,10 +120,11 @@ def test_two_programs_agree():
 @pytest.mark.parametrize('second, reason', [
     (LOOP.replace('+ 1', '+ 2'), "says '21', program 0 '15' (instance 0)"),
     ('print(15)', "says '15', program 0 '5050' (instance 1)"),
-    ('print(15.0)', "says '15.0'"),
+    ('print(15.0)', "do not agree: program 1 says '15.0'"),
+    ('print("1" * 99)', "says '" + '1' * 77 + "...', program 0"),
     ('', 'it printed nothing'),
     ('import json, sys\nprint(15); sys.exit(1)', 'exit code 1'),
-    ('print(15)\nwhile True: pass', 'no answer: cpu'),
+    ('print(15)\nwhile True: pass', 'no answer: it ran longer than 1 s of CPU'),
     ('1 / 0', 'ZeroDivisionError'),
     ('this is no Python', 'program 1 is no Python'),
     (FORMULA, 'not independent'),
@@ -148,6 +149,17 @@ def test_programs_that_do_not_agree(second, reason):
 def test_a_request_that_checks_nothing_is_refused(programs, instances, rule):
   with pytest.raises(errors.UsageError):
     checkers.programs_agree(programs, instances, rule)
+
+
+@pytest.mark.parametrize('limit, source, reason', [
+    ({'wall_s': 1}, 'import time; time.sleep(9)', '1 s of wall time'),
+    ({'output_bytes': 1024}, 'print("x" * 99999)', 'more than 1 KiB')])
+def test_a_limit_that_was_broken_is_said(limit, source, reason):
+  args = [LOOP, source], INSTANCES
+  if not _refused(checkers.programs_agree, *args):
+    check = checkers.programs_agree(
+        *args, limits=dataclasses.replace(LIMITS, **limit))
+    assert reason in check.evidence['reason']
 
 
 def test_a_program_reads_numbers_and_texts():

@@ -199,7 +199,7 @@ def _write(tmp_path, *lines):
 
 def test_a_file_needs_id_problem_and_answer_only(tmp_path):
   path = _write(
-      tmp_path, {'id': 7, 'problem': 'P?', 'answer': 204, 'source': [1.5]}, '',
+      tmp_path, {'id': 7, 'problem': 'P?', 'answer': 204}, '',
       {'id': 'b', 'problem': 'Q\u2028?', 'answer': 'x', 'rule': 'equal',
        'family': '', 'parameters': {'a': 3, 'b': '2.5'}, 'wrong': ['y'],
        'tolerance': None})
@@ -218,7 +218,17 @@ _GOOD = {'id': 'a', 'problem': 'P', 'answer': '1'}
         ('{"id":', 'line 2: no JSON'),
         ('[' * 100_000, 'line 2: no JSON'),
         ('["a"]', 'line 2: found list, expected an object'),
-        ({'id': 'b', 'problem': 'P'}, 'line 2: has no answer, found id, prob'),
+        ({'problem': 'P'}, 'line 2: has no id, answer, found problem'),
+        ({}, 'line 2: has no id, problem, answer, found nothing'),
+        (_GOOD | {'source': 1, 'anwser': 2}, "line 2: has unknown 'source',"
+         " 'anwser', known are id, problem, answer, rule, tolerance"),
+        (_GOOD | {'id': 'b', 'answer': '1/2'}, "line 2: problem 'b' has the"
+         " answer '1/2' and the rule 'integer': rule integer cannot compare"),
+        (_GOOD | {'answer': '1/2'}, 'set "rule" on its line to one that reads'
+         ' it, of integer, rational, decimal'),
+        (_GOOD | {'rule': 'magic'}, "rule 'magic' is unknown"),
+        (_GOOD | {'rule': 'regex', 'answer': '('}, 'rule regex: pattern'),
+        (_GOOD | {'rule': 'decimal', 'tolerance': '-1'}, 'rule decimal'),
         (_GOOD | {'id': ''}, 'line 2: has no id'),
         (_GOOD | {'answer': 0.5}, 'line 2: answer is 0.5, expected a string'),
         (_GOOD | {'answer': True}, 'line 2: answer is true, expected a str'),
@@ -243,6 +253,23 @@ def test_what_is_not_there_is_named(tmp_path):
   (tmp_path / 'binary').write_bytes(b'\xff\xfe\x00')
   with pytest.raises(errors.NotFoundError, match='cannot be read as a dataset'):
     datasets.load(tmp_path / 'binary')
+  with pytest.raises(errors.NotFoundError, match='as programs') as caught:
+    datasets.load_programs(tmp_path / 'none.jsonl')
+  assert 'shipped' not in str(caught.value)
+  with pytest.raises(errors.UsageError, match='no problem, expected one'):
+    datasets.load(_write(tmp_path, '', ' '))
+  with pytest.raises(errors.UsageError, match='no programs, expected one'):
+    datasets.load_programs(_write(tmp_path))
+
+
+def test_an_answer_of_every_rule_is_read(tmp_path):
+  answers = {'integer': '1,000', 'rational': '1/2', 'decimal': '0.5',
+             'choice': 'B', 'equal': 'any', 'regex': 'a+',
+             'symbolic': 'x^2 + 1'}
+  path = _write(tmp_path, *(
+      _GOOD | {'id': rule, 'rule': rule, 'answer': answer}
+      for rule, answer in answers.items()))
+  assert [p.rule for p in datasets.load(path)] == list(answers)
 
 
 def test_programs_are_joined_by_id_and_statement(tmp_path):
@@ -256,10 +283,22 @@ def test_programs_are_joined_by_id_and_statement(tmp_path):
   assert joined.programs == ('print(2)', 'print(1 + 1)')
   assert (joined.solution, joined.answer) == ('Add.', '2')
   other = datasets.Problem(id='a', problem='What is 1+2?', answer='3')
-  with pytest.raises(errors.UsageError, match='for the statement'):
+  with pytest.raises(errors.UsageError, match=(
+      f'sha256 is {problem.sha256}, expected {other.sha256}, the address of'
+      '.*kvgraft library address')):
     programs['a'].join(other)
-  with pytest.raises(errors.UsageError, match="problem 'b' has"):
+  with pytest.raises(errors.UsageError, match="to problem 'b'"):
     programs['a'].join(
         datasets.Problem(id='b', problem='What is 1+1?', answer='2'))
   with pytest.raises(errors.UsageError, match='has no programs'):
     datasets.load_programs(_write(tmp_path, line | {'programs': []}))
+  with pytest.raises(errors.UsageError, match="unknown 'family', known are id"):
+    datasets.load_programs(_write(tmp_path, line | {'family': 'f'}))
+  fraction = datasets.Problem(
+      id='a', problem='What is 1+1?', answer='4/2', rule='rational')
+  with pytest.raises(errors.UsageError, match="'4/2' and the rule 'choice'"):
+    datasets.Programs(**{**line, 'rule': 'choice'}).join(fraction)
+  del line['rule']
+  line['parameters'] = {'a': 1, 'b': '1'}
+  joined = datasets.load_programs(_write(tmp_path, line))['a'].join(fraction)
+  assert joined.parameters == {'a': 1, 'b': '1'} and joined.rule == 'rational'

@@ -73,7 +73,10 @@ def test_an_entry_says_what_verified_it(library):
         {'a': 1, 'b': 2}, {'a': 40, 'b': 2}, {'a': 5, 'b': 2})},
      errors.NotVerifiedError, 'do not agree'),
     ({'programs': (FAST, FAST + '# other\n')}, errors.NotVerifiedError,
-     'independent'),
+     'added: the programs are not independent'),
+    # They do not read what they get.
+    ({'programs': ('print(7)', 'print(3 + 4)')}, errors.NotVerifiedError,
+     "print '7' for all 4 instances, expected answers that depend"),
     ({'programs': (FAST, 'print(7)')}, errors.NotVerifiedError, 'do not agree'),
     ({'programs': (FAST, 'raise ValueError')}, errors.NotVerifiedError,
      'no answer'),
@@ -198,7 +201,9 @@ def test_a_retracted_entry_is_out_for_good(library):
   with pytest.raises(errors.UsageError, match='reason'):
     library.retract(entry.id, ' ')
   library.retract(entry.id, 'misread')
-  library.retract(entry.id, 'again')
+  library.retract(entry.id, 'misread')
+  with pytest.raises(errors.UsageError, match=r'already \(misread\)'):
+    library.retract(entry.id, 'again')
   assert library.retraction(entry.id) == 'misread'
   assert library.by_address(entry.address) == []
   assert library.by_template(entry.template) == []
@@ -213,6 +218,35 @@ def test_a_retracted_entry_is_out_for_good(library):
   assert library.by_address(entry.address) == [other]
   assert library.stats()['retracted'] == 1
   library.check()
+
+
+def test_programs_without_parameters_need_no_input(library):
+  entry = library.add(
+      **SUM, programs=('print(7)', 'print(3 + 4)'))
+  assert entry.parameters is None and entry.answer == '7'
+
+
+def test_programs_that_ignore_their_input_are_refused_together(library):
+  good = [c for c in _candidates(600) if c.answer == '12'][:9]
+  assert len(good) == 9
+  constant = [dataclasses.replace(c, programs=('print(12)', 'print(6 + 6)'))
+              for c in good]
+  count, refused = library.add_all([*good, *constant])
+  assert count == 9 and [c for c, _ in refused] == constant
+  assert all('depend on the parameters' in why for _, why in refused)
+
+
+def test_answers_of_one_statement_that_differ_are_known(library):
+  request = KEY | {'rule': 'rational'}
+  first = library.add(**request)
+  library.add(**{**request, 'answer': '16/2'})
+  assert library.conflicts(first.address) == []
+  other = library.add(**{**request, 'answer': '9', 'expected': '9'})
+  assert [e.id for e in library.conflicts(first.address)][0] == other.id
+  assert len(library.conflicts(first.address)) == 3
+  library.retract(other.id, 'miscounted')
+  assert library.conflicts(first.address) == []
+  assert library.conflicts('0' * 64) == []
 
 
 def test_reverification_runs_again_and_retracts_what_fails(
@@ -275,14 +309,51 @@ def test_import_runs_every_checker_again(library, tmp_path):
   with library_lib.Library(tmp_path / 'other', create=True) as other:
     again = other.add(**{**KEY, 'problem': 'How many legs has an ant?',
                          'answer': '6', 'expected': '6'})
-    assert other.import_(tmp_path / 'x.jsonl') == (2, [])
+    assert other.import_(tmp_path / 'x.jsonl') == (2, 0, [])
     assert [e.id for e in other.entries()] == [
         e.id for e in library.entries()]
     assert other.artifact(key.id, 'm', 'c') == 'x'
     assert again.id == gone.id  # What is known to be wrong there is so here.
     assert other.retraction(again.id) == 'ants'
+    head = other.head
+    assert other.import_(tmp_path / 'x.jsonl') == (0, 2, [])
+    assert other.head == head
     other.check()
   assert library.stats()['records'] == before
+
+
+def test_retractions_travel(library, tmp_path):
+  gone = library.add(**KEY)
+  library.retract(gone.id, 'misread')
+  library.export(tmp_path / 'x.jsonl')
+  with library_lib.Library(tmp_path / 'other', create=True) as other:
+    assert other.import_(tmp_path / 'x.jsonl') == (0, 0, [])
+    assert other.get(gone.id).candidate == gone.candidate
+    assert other.retraction(gone.id) == 'misread'
+    assert list(other.entries()) == []
+    assert [e.id for e in other.entries(retracted=True)] == [gone.id]
+    assert other.stats()['retracted'] == 1
+    with pytest.raises(errors.UsageError, match='stays so'):
+      other.add(**KEY)
+    other.check()
+    other.export(tmp_path / 'y.jsonl')
+
+  def wrong(lines):  # An entry that passes no more.
+    entry = next(line for line in lines if line['kind'] == 'entry')
+    entry['answer'] = '9'
+    lines[-1]['entry'] = records.name_of(records.canonical(entry))
+
+  _forge(tmp_path / 'x.jsonl', wrong)
+  with library_lib.Library(tmp_path / 'third', create=True) as third:
+    assert third.import_(tmp_path / 'x.jsonl') == (0, 0, [])
+    assert third.stats()['entries'] == third.stats()['retracted'] == 0
+    assert third.stats()['kinds'] == {'retraction': 1}
+    assert third.import_(tmp_path / 'y.jsonl') == (0, 0, [])
+    third.check()
+    third.export(tmp_path / 'z.jsonl')  # It travels on without its entry.
+  with library_lib.Library(tmp_path / 'fourth', create=True) as fourth:
+    fourth.import_(tmp_path / 'z.jsonl')
+    assert fourth.stats()['kinds']['retraction'] == 2
 
 
 def _forge(path, change):
@@ -309,7 +380,7 @@ def test_a_forged_export_brings_no_wrong_entry(library, tmp_path):
   library.export(tmp_path / 'x.jsonl')
   _forge(tmp_path / 'x.jsonl', lie)
   with library_lib.Library(tmp_path / 'other', create=True) as other:
-    count, refused = other.import_(tmp_path / 'x.jsonl')
+    count, _, refused = other.import_(tmp_path / 'x.jsonl')
     assert count == 0 and len(refused) == 2
     assert other.stats()['entries'] == 0
 
@@ -321,7 +392,7 @@ def test_a_forged_export_brings_no_wrong_entry(library, tmp_path):
 
   _forge(tmp_path / 'x.jsonl', greedy)
   with library_lib.Library(tmp_path / 'other') as other:
-    count, refused = other.import_(tmp_path / 'x.jsonl')
+    count, _, refused = other.import_(tmp_path / 'x.jsonl')
     assert count == 0 and 'limits' in refused[0][1]
 
 
@@ -356,7 +427,7 @@ def test_a_forged_entry_of_another_form_does_not_stop_others(
   library.export(tmp_path / 'x.jsonl')
   _forge(tmp_path / 'x.jsonl', lambda lines: lines[0].update({field: value}))
   with library_lib.Library(tmp_path / 'other', create=True) as other:
-    count, refused = other.import_(tmp_path / 'x.jsonl')
+    count, _, refused = other.import_(tmp_path / 'x.jsonl')
     assert count == 1 and field in refused[0][1]
     assert [e.problem for e in other.entries()] == ['Other?']
 
@@ -402,8 +473,8 @@ def test_programs_that_are_right_only_together_verify_nothing(library):
 
 
 @pytest.mark.parametrize('damage', [
-    lambda data: data[:-20], lambda data: b'', lambda data: b'{}\n',
-    lambda data: data.replace(b'"8"', b'"9"'), lambda data: b'\xff' + data,
+    lambda data: data[:-20], lambda data: data.replace(b'"8"', b'"9"'),
+    lambda data: data + b'[' * 100_000,
     lambda data: b'\n'.join(data.split(b'\n')[:-2]) + b'\n',
     lambda data: data + b'[]\n'])
 def test_a_damaged_export_is_refused(library, tmp_path, damage):
@@ -415,6 +486,15 @@ def test_a_damaged_export_is_refused(library, tmp_path, damage):
   with pytest.raises(errors.DamageError, match='no whole export') as caught:
     library.import_(path)
   assert '\n' not in str(caught.value) and library.head == head
+
+
+@pytest.mark.parametrize('data', [
+    b'', b'{}\n', b'[]', b'\xff', b'[' * 100_000, b'text\n',
+    b'{"id": "a", "problem": "P", "answer": "1"}\n'])
+def test_a_file_that_is_no_export_is_refused(library, tmp_path, data):
+  (tmp_path / 'x').write_bytes(data)
+  with pytest.raises(errors.UsageError, match='no export of a library'):
+    library.import_(tmp_path / 'x')
 
 
 # The file.

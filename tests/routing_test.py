@@ -4,11 +4,16 @@ import argparse
 import builtins
 import json
 import logging
+import os
+import pathlib
 import random
+import subprocess
+import sys
 
 import pytest
 
 import bench_routing
+import kvgraft_jax
 from kvgraft_jax import errors
 from kvgraft_jax import library as library_lib
 from kvgraft_jax import routing
@@ -98,6 +103,24 @@ def test_programs_that_disagree_on_new_numbers_give_no_answer(router):
   assert router.answers([good, match]) == ['12', None]
 
 
+def test_all_methods_of_a_template_must_agree(tmp_path):
+  wrong = [READ + "print(p['a'] + p['b'] + (p['a'] == 1))\n",
+           READ + "n = p['a'] + (p['a'] == 1)\nfor _ in range(p['b']):\n"
+           '  n += 1\nprint(n)\n']
+  with library_lib.Library(tmp_path, create=True) as library:
+    library.add(**vars(_sum('What is 3 plus 4?', '7')))
+    library.add(**vars(_sum('What is 5 plus 4?', '9', tuple(wrong))))
+    router = routing.Router(library)
+    route = router.route('What is 8 plus 6?')
+    assert (route.kind, len(route.others)) == ('parameters', 1)
+    assert router.answer(route) == '14'
+    route = router.route('What is 1 plus 6?')  # Its own programs say 8.
+    with pytest.raises(errors.NotVerifiedError, match="'8' and '7'"):
+      router.answer(route)
+    match = router.parameters('What is 1 plus 6?')
+    assert router.answers([match]) == [None]
+
+
 def test_two_answers_of_one_statement_are_refused_and_logged(router, caplog):
   with caplog.at_level(logging.WARNING, 'kvgraft_jax'):
     assert router.exact('Which is it?') is None
@@ -176,3 +199,14 @@ def test_the_benchmark_knows_what_is_true_without_the_programs():
     texts.add(form.statement(dict.fromkeys(numbers, 0)))
     assert not set('[]{}') & set(form.statement(numbers))
   assert len(texts) == len(forms) > 300
+
+
+def test_the_package_has_library_and_router_without_jax():
+  assert (kvgraft_jax.Library, kvgraft_jax.Router) == (
+      library_lib.Library, routing.Router)
+  code = ('import sys, kvgraft_jax as k; k.Library, k.Router;'
+          ' sys.exit("jax" in sys.modules)')
+  done = subprocess.run(
+      [sys.executable, '-c', code], check=False, env=os.environ | {
+          'PYTHONPATH': str(pathlib.Path(routing.__file__).parents[1])})
+  assert done.returncode == 0

@@ -12,6 +12,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import sys
 import textwrap
 import traceback
@@ -187,8 +188,10 @@ def _help(
     if flag.short_name:
       kind = f'-{flag.short_name}, {kind}'
     text = flag.help
-    if named:
-      text = text.removeprefix(f'{named[0]}: ')
+    if named:  # A line may be for one action alone.
+      own = [part for part in re.split(r'\n(?=\w+: )', text)
+             if part.startswith(f'{named[0]}: ')]
+      text = (own or [text])[0].removeprefix(f'{named[0]}: ')
     choices = getattr(flag.parser, 'enum_values', None)
     if choices:
       kind += '|'.join(choices)

@@ -1,18 +1,25 @@
 """Keeps verified solutions, each with what verifies it again.
 
 add LIBRARY ...: verifies a problem, or a dataset with programs, and adds it.
+ask LIBRARY --problem=...: which entry serves a statement, and its answer.
+address --problem=...: the address of a statement, which names it.
 ls LIBRARY: lists the entries.
 show LIBRARY ID: everything about one entry.
 retract LIBRARY ID --reason=...: takes an entry out of use for good.
 reverify LIBRARY [ID]: runs the checkers again.
-export LIBRARY FILE: writes all records as JSONL.
-import LIBRARY FILE: adds the entries of an export that pass here.
+export LIBRARY FILE: writes all records as JSONL, those of retracted entries,
+  of retractions, verifications and artifacts included.
+import LIBRARY FILE: adds the entries of an export that pass here, its
+  retractions and its artifacts; verifications are made anew.
 stats LIBRARY: counts; checks every record and the chain.
 
 `kvgraft library ACTION --help` tells more of each.
 """
 
+from collections.abc import Iterable
 import json
+import textwrap
+import time
 from typing import Any
 
 from absl import flags as absl_flags
@@ -21,6 +28,8 @@ from kvgraft_jax import checkers
 from kvgraft_jax import datasets
 from kvgraft_jax import errors
 from kvgraft_jax import library as library_lib
+from kvgraft_jax import routing
+from kvgraft_jax import statements
 from kvgraft_jax.apps import cli
 from kvgraft_jax.apps import common
 from kvgraft_jax.apps import flags
@@ -42,16 +51,20 @@ def define(fv: absl_flags.FlagValues) -> None:
   absl_flags.DEFINE_enum(
       'action', None, list(ACTIONS), 'What to do.', flag_values=fv)
   text('library', 'Directory of the library.')
-  text('item', 'Id of an entry, or its first digits; export and import: a'
-       ' file.')
-  text('problem', 'add: the statement.')
+  entry = 'id of an entry, or its first digits'
+  text('item', f'show: {entry}.\nretract: {entry}.\nreverify: {entry};'
+       ' without it all that are not retracted.\nexport: file to write, which'
+       ' must not exist.\nimport: file that `export` wrote.')
+  text('problem', 'add: the statement.\nask: the statement to serve.\n'
+       'address: the statement to name.')
   text('solution', 'add: the worked method, which a graft shows.')
   text('answer', 'add: the answer.')
   absl_flags.DEFINE_enum(
       'rule', None, list(checkers.RULES), 'add: how answers are compared;'
       ' integer by default.', flag_values=fv)
   text('tolerance', 'add: of the rule decimal, such as 0.01.')
-  text('family', 'add: name that problems with one method share.')
+  text('family', 'add: name that problems with one method share.\n'
+       'ls: only the entries of this family.')
   text('program', 'add: Python file that reads the parameters, a JSON object,'
        ' from stdin and prints the answer; with --tests, the code to test.')
   absl_flags.DEFINE_multi_string(
@@ -114,15 +127,51 @@ def _add(args: Any) -> tuple[int, dict[str, Any]]:
     return _add_file(args)
   flags.require(args, 'problem')
   candidate = _candidate(args)
+  candidate.check_form()
+  address = statements.address(candidate.problem)
   with library_lib.Library(args.library, create=True) as library:
-    entry = library.add(**vars(candidate), unsafe=args.unsafe_exec)
-    common.say(f'{entry.id}: {entry.answer}, verified by {candidate.checker}')
-    return 0, {'id': entry.id, 'address': entry.address, 'added': 1,
-               'refused': [], 'head': library.head}
+    try:
+      entry = library.add(**vars(candidate), unsafe=args.unsafe_exec)
+    except errors.NotVerifiedError as e:
+      cli.warn(f'kvgraft library: {" ".join(str(e).split())}')
+      return e.exit_code, {
+          'id': None, 'address': address, 'added': 0, 'conflicts': [],
+          'refused': [{'problem': candidate.problem, 'why': str(e)}],
+          'head': library.head}
+    common.say(f'{entry.id}: {_short(entry.answer, 60)}, verified by'
+               f' {candidate.checker}')
+    conflicts = [name for name in _conflicts(library, [address])
+                 if name != entry.id]
+    return 0, {'id': entry.id, 'address': address, 'added': 1,
+               'conflicts': conflicts, 'refused': [], 'head': library.head}
+
+
+def _conflicts(
+    library: library_lib.Library, addresses: Iterable[str]
+) -> list[str]:
+  """Returns the entries that answer one statement differently; warns."""
+  found = []
+  for address in dict.fromkeys(addresses):
+    entries = library.conflicts(address)
+    if entries:
+      common.note(
+          f'{_short(entries[0].problem, 60)!r} has different answers: '
+          + ', '.join(f'{entry.id[:12]} says {_short(entry.answer, 20)!r}'
+                      for entry in entries)
+          + '; none is used, retract the wrong one')
+      found += [entry.id for entry in entries]
+  return found
+
+
+def _short(text: str, limit: int) -> str:
+  """Returns a text on one line, cut with an ellipsis."""
+  return errors.shortened(' '.join(text.split()), limit)
 
 
 def _candidate(args: Any) -> library_lib.Candidate:
   """Returns what the flags of one problem say."""
+  parameters = _read_json(args, 'parameters')
+  instances = tuple(_read_json(args, 'instances') or ())
   if args.tests:
     flags.require(args, 'program')
     if args.expected is not None or args.check_program or args.answer:
@@ -136,14 +185,27 @@ def _candidate(args: Any) -> library_lib.Candidate:
     flags.require(args, 'answer')
     answer, expected = args.answer, args.expected
     kind = 'programs' if expected is None else 'key'
+    others = [name for name in (
+        'program', 'check_program', 'parameters', 'instances')
+              if getattr(args, name)]
+    if kind == 'key' and others:
+      flags_ = ', '.join(f'--{name}' for name in others)
+      raise errors.UsageError(
+          f'--expected is the key, and programs are checked without one, found'
+          f' {flags_} as well; remove --expected, or {flags_}')
     files = [('program', args.program)] if args.program else []
     files += [('check_program', name) for name in args.check_program or ()]
     programs = tuple(_read(flag, name) for flag, name in files)
+    if kind == 'programs' and len(programs) < 2:
+      raise errors.UsageError(
+          'expected two or more independent programs, found'
+          f' {len(programs)}; give --program and --check_program, or the key'
+          ' with --expected')
   return library_lib.Candidate(
       args.problem, args.solution or '', answer,
       args.rule or ('equal' if args.tests else 'integer'), kind,
-      args.family or '', _read_json(args, 'parameters'), programs,
-      tuple(_read_json(args, 'instances') or ()), expected, args.tolerance)
+      args.family or '', parameters, programs, instances, expected,
+      args.tolerance)
 
 
 def _add_file(args: Any) -> tuple[int, dict[str, Any]]:
@@ -157,10 +219,11 @@ def _add_file(args: Any) -> tuple[int, dict[str, Any]]:
   with library_lib.Library(args.library, create=True) as library:
     count, refused = library.add_all(
         map(library_lib.from_problem, good), unsafe=args.unsafe_exec)
+    conflicts = _conflicts(library, (p.sha256 for p in good))
     common.say(f'{count} of {len(good)} problems with programs are in the'
                f' library; {len(problems) - len(good)} have none')
     return int(bool(refused)), {
-        'added': count, 'refused': _refused(refused),
+        'added': count, 'conflicts': conflicts, 'refused': _refused(refused),
         'without_programs': len(problems) - len(good), 'head': library.head}
 
 
@@ -168,25 +231,78 @@ def _refused(
     refused: list[tuple[library_lib.Candidate, str]]
 ) -> list[dict[str, str]]:
   for candidate, why in refused:
-    common.say(f'refused: {" ".join(candidate.problem.split())[:60]}: {why}')
+    common.say(f'refused: {_short(candidate.problem, 60)}: {why}')
   return [{'problem': candidate.problem, 'why': why}
           for candidate, why in refused]
 
 
+def _ask(args: Any) -> tuple[int, dict[str, Any]]:
+  """Says which entry serves a statement, and answers where none is in doubt.
+
+  exact: this very statement was answered. parameters: programs answer it for
+  its numbers; they run. similar: the nearest entry, which is an example and no
+  answer. bare: nothing. No model is used. Exits 1 if the programs do not agree.
+  """
+  flags.require(args, 'problem')
+  began = time.perf_counter()
+  answer = why = None
+  with library_lib.Library(args.library) as library:
+    router = routing.Router(library)
+    route = router.route(args.problem)
+    if route.kind == 'exact' and route.entry:
+      answer = route.entry.answer
+    elif route.kind == 'parameters':
+      try:
+        answer = router.answer(route, unsafe=args.unsafe_exec)
+      except errors.NotVerifiedError as e:
+        why = str(e)
+        cli.warn(f'kvgraft library: {" ".join(why.split())}')
+  seconds = time.perf_counter() - began
+  result = {
+      'kind': route.kind, 'entry': route.entry and route.entry.id,
+      'address': statements.address(args.problem),
+      'parameters': route.parameters, 'answer': answer, 'why': why,
+      'score': route.score if route.kind == 'similar' else None,
+      'nearest': route.entry.problem
+                 if route.entry and route.kind == 'similar' else None,
+      'seconds': seconds}
+  for name, value in result.items():
+    if value is not None and name != 'why':
+      common.say(f'{name}: ' + (
+          f'{value:.4f}' if isinstance(value, float) else
+          _short(value, 200) if isinstance(value, str) else json.dumps(value)))
+  return int(why is not None), result
+
+
+def _address(args: Any) -> tuple[int, dict[str, Any]]:
+  """Prints the address of a statement: the hash of its canonical form."""
+  flags.require(args, 'problem')
+  result = {'address': statements.address(args.problem),
+            'canonical': statements.canonical(args.problem)}
+  common.say(result['address'])
+  return 0, result
+
+
 def _ls(args: Any) -> tuple[int, dict[str, Any]]:
-  """Lists the entries, oldest first."""
+  """Lists the entries, oldest first.
+
+  A line has id, family, checker, whether other numbers are answered as well
+  ("any"), answer and statement, long ones cut.
+  """
   rows = []
   with library_lib.Library(args.library) as library:
     for entry in library.entries(args.family, args.retracted):
       reason = library.retraction(entry.id) if args.retracted else None
+      numbers = '-' if entry.parameters is None else 'any'
       rows.append({
           'id': entry.id, 'family': entry.family, 'answer': entry.answer,
-          'checker': entry.checker['kind'], 'problem': entry.problem,
+          'address': entry.address, 'checker': entry.checker['kind'],
           'parameterised': entry.parameters is not None, 'retracted': reason})
       common.say(
-          f'{entry.id[:12]}  {entry.family or "-":14}  {entry.answer[:16]:16} '
-          f' {" ".join(entry.problem.split())[:60]}'
-          + ('' if reason is None else f'  (retracted: {reason})'))
+          f'{entry.id[:12]}  {_short(entry.family, 14) or "-":14} '
+          f' {entry.checker["kind"]:8}  {numbers:3} '
+          f' {_short(entry.answer, 16):16}  {_short(entry.problem, 60)}'
+          + ('' if reason is None else f'  (retracted: {_short(reason, 60)})'))
   return 0, {'entries': rows}
 
 
@@ -198,9 +314,25 @@ def _show(args: Any) -> tuple[int, dict[str, Any]]:
     result = entry.to_json() | {
         'retracted': reason, 'artifacts': library.artifacts(entry.id)}
   for name, value in result.items():
-    text = value if isinstance(value, str) else json.dumps(value)
-    common.say(f'{name}: {text}')
+    if name == 'program':
+      continue  # It is the first of all.
+    if name == 'programs':
+      for number, source in enumerate(value):
+        other = number == 0 and entry.parameters is not None
+        _block(f'program {number}{", for other numbers" if other else ""}',
+               source)
+    elif isinstance(value, str):
+      _block(name, value)
+    else:
+      common.say(f'{name}: {json.dumps(value)}')
   return 0, result
+
+
+def _block(name: str, text: str) -> None:
+  """Prints a text, one of several lines indented below its name."""
+  if '\n' in text.strip():
+    text = '\n' + textwrap.indent(text.rstrip(), '  ')
+  common.say(f'{name}: {text}' if text[:1] != '\n' else f'{name}:{text}')
 
 
 def _retract(args: Any) -> tuple[int, dict[str, Any]]:
@@ -219,20 +351,27 @@ def _reverify(args: Any) -> tuple[int, dict[str, Any]]:
 
   What does not pass is retracted, and the exit code is 1.
   """
+  before = None
   with library_lib.Library(args.library) as library:
+    if args.item:
+      before = library.retraction(library.get(args.item).id)
     outcomes = library.reverify(args.item, unsafe=args.unsafe_exec)
     head = library.head
   failed = [{'id': name, 'why': outcome.why}
             for name, outcome in outcomes if not outcome.passed]
   for one in failed:
-    common.say(f'retracted {one["id"]}: {one["why"]}')
+    how = 'retracted' if before is None else 'fails'
+    common.say(f'{how} {one["id"]}: {one["why"]}')
   common.say(f'{len(outcomes) - len(failed)} of {len(outcomes)} entries pass')
+  if before is not None:
+    common.say(f'{outcomes[0][0]} stays retracted: {before}')
   return int(bool(failed)), {
-      'verified': len(outcomes) - len(failed), 'failed': failed, 'head': head}
+      'verified': len(outcomes) - len(failed), 'failed': failed,
+      'stays_retracted': before, 'head': head}
 
 
 def _export(args: Any) -> tuple[int, dict[str, Any]]:
-  """Writes all records to a new file."""
+  """Writes all records to a new file, those of what was retracted included."""
   with library_lib.Library(args.library) as library:
     count = library.export(args.item)
     common.say(f'{args.item}: {count} records')
@@ -242,13 +381,18 @@ def _export(args: Any) -> tuple[int, dict[str, Any]]:
 def _import(args: Any) -> tuple[int, dict[str, Any]]:
   """Adds the entries of an export whose checkers pass here and now.
 
-  Verdicts in the file count for nothing. Exits 1 if anything did not pass.
+  Verdicts in the file count for nothing: what is new here is verified here,
+  and what was there already stays as it is. What was retracted there is
+  retracted here. Exits 1 if anything did not pass.
   """
+  library_lib.read_export(args.item)  # Before a directory is made for it.
   with library_lib.Library(args.library, create=True) as library:
-    count, refused = library.import_(args.item, unsafe=args.unsafe_exec)
-    common.say(f'{count} entries pass, {len(refused)} do not')
-    return int(bool(refused)), {
-        'added': count, 'refused': _refused(refused), 'head': library.head}
+    done = library.import_(args.item, unsafe=args.unsafe_exec)
+    common.say(f'added {done.added}, there already {done.present}, refused'
+               f' {len(done.refused)}')
+    return int(bool(done.refused)), {
+        'added': done.added, 'present': done.present,
+        'refused': _refused(done.refused), 'head': library.head}
 
 
 def _stats(args: Any) -> tuple[int, dict[str, Any]]:
@@ -261,7 +405,12 @@ def _stats(args: Any) -> tuple[int, dict[str, Any]]:
     library.check()
     result = library.stats()
   for name, value in result.items():
-    common.say(f'{name}: {value}')
+    if isinstance(value, dict):
+      common.say(f'{name}:')
+      for key, count in value.items():
+        common.say(f'  {key or "(none)"}: {count}')
+    else:
+      common.say(f'{name}: {value}')
   return 0, result
 
 
@@ -297,6 +446,11 @@ ACTIONS = {
     'add': cli.Action(
         _add, ('library',), (*_ONE, *_MANY, 'unsafe_exec'),
         '/tmp/library --problems_file=shipped:base'),
+    'ask': cli.Action(
+        _ask, ('library',), ('problem', 'unsafe_exec'),
+        '/tmp/library --problem="What is 3 + 4?"'),
+    'address': cli.Action(
+        _address, (), ('problem',), '--problem="What is 3 + 4?"'),
     'ls': cli.Action(
         _ls, ('library',), ('family', 'retracted'), '/tmp/library'),
     'show': cli.Action(_show, ('library', 'item'), (), '/tmp/library 3f2a'),
