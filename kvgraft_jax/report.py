@@ -64,9 +64,9 @@ def render_lines(lines: Sequence[Mapping[str, Any]]) -> str:
       view.take('compare', _part('study')), summaries, view.take('case'))
   verdicts = view.take('verdict')
   sections = [
-      _findings(view), report_verdicts.section(verdicts, summaries),
-      *_flywheel(view), _exactness(view), _invariance(view), study,
-      _resources(view),
+      _findings(view), *_flywheel(view),
+      report_verdicts.section(verdicts, summaries), _exactness(view),
+      _invariance(view), study, _resources(view),
       report_setup.section(
           run, view.take('profile'), view.take('input'), view.take('artifact'),
           [line['kind'] for line in lines]),

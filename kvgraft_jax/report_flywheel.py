@@ -78,13 +78,14 @@ def _row(
   wrong = sum(b.get('wrong_hit') is True for b in found)
   good = sum(right.get(page.plain(b.get('id')), False) for b in found)
   totals = [sum(page.whole(b.get(name)) for b in found) for name in _TOKENS]
+  steps = [page.whole(b['steps']) for b in found if 'steps' in b]
   median = statistics.median(
       page.whole(b.get('tokens_decoded')) for b in found)
   return [
       _WHAT.get((phase, what), f'{phase}: {what}'),
       '' if number == '0' else number, f'{len(found):,}', f'{good:,}',
       *(f'{n:,}' for n in totals), f'{median:g}',
-      f'{sum(page.whole(b.get("steps")) for b in found):,}',
+      f'{sum(steps):,}' if steps else page.Cell('soft', 'not known'),
       f'{sum(b.get("hit") is True for b in found):,}',
       page.Cell('bad', f'{wrong:,}') if wrong else '0']
 
