@@ -38,7 +38,7 @@ def sentences(lines: Sequence[Mapping[str, Any]]) -> list[str]:
   Args:
     lines: of a run, all or those in front of its findings.
   """
-  if lines[0]['body']['run'] == 'flywheel':
+  if lines[0]['body'].get('run') == 'flywheel':
     return findings_flywheel.sentences(lines)
   bodies = [(line['kind'], line['body']) for line in lines]
   return list(_Findings(

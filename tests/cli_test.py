@@ -91,7 +91,8 @@ def test_help_names_every_command_and_its_flags():
     assert f'\n  {name} ' in overview.stdout
     text = call(name, '--help').stdout
     assert f'kvgraft {name} ' in text and '--config=' in text
-    assert ('--temperature' in text) == (name in ('graft', 'generate'))
+    assert ('--temperature' in text) == (
+        name in ('graft', 'generate', 'flywheel'))
     assert ('--dtype=' in text) == (
         name not in ('ls', 'show', 'tokenize', 'evidence', 'ledger', 'report'))
     assert all(len(line) <= 80 for line in text.splitlines()), name

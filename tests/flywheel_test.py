@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import pathlib
+import re
 import shutil
 
 import pytest
@@ -108,6 +110,16 @@ def test_the_budget_holds(done):
   for name, body in _of(lines, 'answer').items():
     if name.startswith('ladder'):
       assert 0 < body['tokens_decoded'] <= _SETTINGS.budget
+
+
+def test_ledger_md_names_every_kind_and_its_fields(done):
+  text = (pathlib.Path(recheck.__file__).parent / 'LEDGER.md').read_text()
+  text = text[text.index('## 3. Kinds'):text.index('## 4.')]
+  rows = dict(re.findall(r'^\| `(\w+)` \| (.*?) \|', text, re.M))
+  for line in done[1]:
+    told = set(re.findall(r'`(\w+)`', rows[line['kind']]))
+    if line['kind'] != 'resources':
+      assert set(line['body']) <= told, line['kind']
 
 
 def test_the_report_shows_it(done):

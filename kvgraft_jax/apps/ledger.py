@@ -97,9 +97,6 @@ def _recheck(args: Any) -> tuple[int, dict[str, Any]]:
       common.pin_threads(args)  # Says what it is at, as well.
       more, said = _run_again(args.dir, lines, result)
   (*texts, verdict), summary = recheck.report(result)
-  summary['finished'] = not result.problems and lines[-1]['kind'] == 'end'
-  if not result.problems and not summary['finished']:
-    said.append('the run has not come to its end')
   for text in [*texts, *said, verdict]:
     common.say(text)
   return int(bool(result.problems)), summary | more
