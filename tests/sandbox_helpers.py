@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import signal
 import struct
 import sys
 import time
@@ -97,4 +98,6 @@ def main():
 
 
 if __name__ == '__main__':
+  # A shell that runs the tests in the background has it ignored.
+  signal.signal(signal.SIGINT, signal.default_int_handler)
   main()
