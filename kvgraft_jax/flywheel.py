@@ -220,7 +220,9 @@ def _problems(
     settings: Settings,
 ) -> tuple[list[datasets.Problem], dict[str, str]]:
   """Returns the problems, and the SHA-256 of each file they come from."""
-  problems = datasets.load(settings.dataset)
+  # One that names no split is to be solved.
+  problems = [dataclasses.replace(p, split=p.split or 'base')
+              for p in datasets.load(settings.dataset)]
   sources = {}
   if settings.programs is not None:
     offered = datasets.load_programs(settings.programs)
@@ -231,7 +233,7 @@ def _problems(
     if path is not None and not _shipped(path):
       data = pathlib.Path(path).read_bytes()
       sources[name] = hashlib.sha256(data).hexdigest()
-  if not any(p.split in ('', 'base') for p in problems):
+  if not any(p.split == 'base' for p in problems):
     raise errors.UsageError(
         f'{settings.dataset}: there is no problem of the split "base", which is'
         ' what gets solved; give a dataset that has some')
@@ -242,9 +244,9 @@ def _problems(
           f' {problem.rule!r}, expected one that a ledger derives again:'
           f' {", ".join(recheck.SCORES)}')
   if settings.limit is not None:
-    base = [p for p in problems if p.split in ('', 'base')][:settings.limit]
+    base = [p for p in problems if p.split == 'base'][:settings.limit]
     families = {p.family for p in base}
-    problems = base + [p for p in problems if p.split not in ('', 'base')
+    problems = base + [p for p in problems if p.split != 'base'
                        and p.family in families]
   return problems, sources
 
@@ -303,7 +305,7 @@ def _begin(
       'problems': len(work.problems)})
   for p in work.problems:
     body = {
-        'group': {'split': p.split or 'base', 'family': p.family},
+        'group': {'split': p.split, 'family': p.family},
         'rule': p.rule, 'statement_sha256': p.sha256, 'expected': p.answer,
         'programs': len(p.programs),
         **({'text': p.problem} if work.keep_texts else {})}
@@ -313,12 +315,12 @@ def _begin(
 def _phases(work: flywheel_work.Work, library: library_lib.Library) -> None:
   """Runs every phase of every round, and writes the totals."""
   base = work.split('base')
+  router = routing.Router(library)
   for number in range(1, work.settings.rounds + 1):
     with work.meter('solve', number) as meter:
       for problem in work.each(f'round {number}: solve', base):
         if not work.recorded('entry', problem.id):
-          flywheel_solve.solve(work, library, problem, number, meter)
-    router = routing.Router(library)
+          flywheel_solve.solve(work, library, router, problem, number, meter)
     with work.meter('recurrence', number) as meter:
       for problem in work.each(f'round {number}: ask again', base):
         if work.recorded('entry', problem.id):

@@ -53,9 +53,7 @@ def again(
     if what == 'read':
       _compare(work, name, number, context)
     read, done = _reply(work, context, problem, mode, tokens)
-    meter.add(
-        tokens_restored=done['restored'], tokens_computed=done['computed'],
-        tokens_decoded=done['decoded'], head_rows=1)
+    _measure(meter, done, head_rows=1)
     work.answer(f'{name}/{what}', problem, read, what=what, **found, **done)
   agrees = read is not None and work.same(problem.rule, problem.tolerance)(
       read, entry.answer)
@@ -101,9 +99,9 @@ def transfer(
   found: dict[str, Any] = {'phase': 'transfer', 'number': 0}
   work.answer(f'{name}/vote', problem, vote.answer, what='vote', **found,
               **votes)
-  likely = [] if not problem.wrong else _likelihood(work, work.begin().extend(
-      work.prompts.ask(problem.problem, 'answer')), problem)
-  _write_likelihood(work, f'{name}/bare', problem, 'bare', likely)
+  if problem.wrong:
+    _likelihood(work, name, problem, 'bare', work.begin().extend(
+        work.prompts.ask(problem.problem, 'answer')))
   grafted = None
   done: dict[str, Any] = dict.fromkeys(votes, 0)
   entry = route.entry
@@ -112,9 +110,7 @@ def transfer(
               'same_family': entry.family == problem.family}
     if problem.wrong:
       context, ask = _behind(work, library, entry, problem, 'answer')
-      _write_likelihood(
-          work, f'{name}/grafted', problem, 'grafted',
-          _likelihood(work, context.extend(ask), problem))
+      _likelihood(work, name, problem, 'grafted', context.extend(ask))
     context, ask = _behind(work, library, entry, problem, 'solution')
     grafted, done = _reply(
         work, context.extend(ask), problem, 'solution',
@@ -130,8 +126,7 @@ def transfer(
       f'{name}/given', problem, decision.answer, what='given', **found, **both,
       decision=decision.why, policy=work.settings.policy,
       vote_count=vote.count, vote_samples=vote.samples)
-  meter.add(tokens_restored=both['restored'], tokens_computed=both['computed'],
-            tokens_decoded=both['decoded'])
+  _measure(meter, both)
 
 
 def control(
@@ -150,8 +145,7 @@ def control(
   answer, done = _reply(work, context, problem, mode, tokens)
   work.answer(name, problem, answer, phase='control', number=0, what='given',
               route=route.kind, **done)
-  meter.add(tokens_restored=done['restored'], tokens_computed=done['computed'],
-            tokens_decoded=done['decoded'])
+  _measure(meter, done)
 
 
 def _behind(
@@ -217,21 +211,23 @@ def _samples(
 
 
 def _likelihood(
-    work: Work, context: engine.Context, problem: datasets.Problem
-) -> list[float]:
-  """Returns log-likelihoods in nats: of the right answer, of the wrong ones."""
-  return [context.score(work.prompts.answer(answer)).logprob
-          for answer in (problem.answer, *problem.wrong)]
-
-
-def _write_likelihood(
     work: Work, name: str, problem: datasets.Problem, what: str,
-    values: list[float],
+    context: engine.Context,
 ) -> None:
-  if not values:
-    return
-  work.once('likelihood', name, lambda: {
+  """Writes log-likelihoods in nats of the right answer and the wrong ones."""
+  values = [context.score(work.prompts.answer(answer)).logprob
+            for answer in (problem.answer, *problem.wrong)]
+  work.once('likelihood', f'{name}/{what}', lambda: {
       'group': {'phase': 'transfer', 'what': what}, 'problem': problem.id,
       'choices': len(values), 'logprobs': [
           ledger_lib.number(v) for v in values],
       'right': values[0] > max(values[1:])})
+
+
+def _measure(
+    meter: resources.Meter, done: dict[str, Any], head_rows: int = 0
+) -> None:
+  """Tells what a reply took."""
+  meter.add(
+      tokens_restored=done['restored'], tokens_computed=done['computed'],
+      tokens_decoded=done['decoded'], head_rows=head_rows)

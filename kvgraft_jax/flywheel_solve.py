@@ -26,20 +26,22 @@ _BARE = ('greedy', 'vote')
 
 def solve(
     work: flywheel_work.Work, library: library_lib.Library,
-    problem: datasets.Problem, number: int, meter: resources.Meter,
+    router: routing.Router, problem: datasets.Problem, number: int,
+    meter: resources.Meter,
 ) -> None:
   """Climbs the ladder for a problem, and deposits what passes the check.
 
   Args:
     work: of the run.
     library: to add to.
+    router: of the library.
     problem: that has no entry yet.
     number: of the round; from the second on the nearest method stands in front.
     meter: told what was run.
   """
   begin, front, worked = work.begin, None, None
   if number > 1:
-    begin, front, worked = _nearest(work, library, problem)
+    begin, front, worked = _nearest(work, library, router, problem)
   s = work.settings
   ladder = ladder_lib.Ladder(
       work.prompts, s.limits, begin, front, worked, seed=s.seed + number - 1,
@@ -72,12 +74,12 @@ def solve(
   _deposit(work, library, problem, number, passed)
 
 
-def _nearest(work, library, problem):
+def _nearest(work, library, router, problem):
   """Returns how a context begins behind the nearest method, if there is one.
 
   Its own statement, which another run may have added, is none.
   """
-  for entry, _ in routing.Router(library).similar(problem.problem, 4):
+  for entry, _ in router.similar(problem.problem, 4):
     if entry.address != problem.sha256:
       context, worked = work.shown(library, entry)
       return context.fork, list(context.tokens), worked

@@ -73,8 +73,8 @@ class Work:
     return found
 
   def split(self, *names: str) -> list[datasets.Problem]:
-    """Returns the problems of splits; one that names none is of `base`."""
-    return [p for p in self.problems if (p.split or 'base') in names]
+    """Returns the problems of splits."""
+    return [p for p in self.problems if p.split in names]
 
   def each(
       self, what: str, problems: list[datasets.Problem]
@@ -163,23 +163,18 @@ class Work:
       **more: further fields.
     """
     group = {'phase': phase, 'round': number, 'what': what, 'route': route,
-             'split': problem.split or 'base'}
+             'split': problem.split}
     hit = (what == 'given' and route in ('exact', 'parameters')
            and answer is not None)
+    extra = {'tolerance': problem.tolerance} if problem.tolerance else {}
     score = self.once('score', name, lambda: {
         'group': group, 'rule': problem.rule, 'answer': answer,
         'expected': problem.answer,
-        'value': _right(problem, answer),
-        **({'tolerance': problem.tolerance} if problem.tolerance else {})})
+        'value': recheck.SCORES[problem.rule](answer, problem.answer, **extra),
+        **extra})
     self.once('answer', name, lambda: {
         'group': group, 'problem': problem.id, 'answer': answer,
         'hit': hit, 'wrong_hit': hit and not score['value'],
         'tokens_restored': restored, 'tokens_computed': computed,
         'tokens_decoded': decoded, 'steps': steps, **more})
     return score['value']
-
-
-def _right(problem: datasets.Problem, answer: str | None) -> bool:
-  extra = {'tolerance': problem.tolerance} if problem.tolerance else {}
-  return recheck.SCORES[problem.rule](
-      answer, problem.answer, **extra)

@@ -286,7 +286,8 @@ def test_an_unsolved_problem_is_not_shown_its_own_answer(done):
   with library_lib.Library(folder / 'library') as library:
     nearest = routing.Router(library).similar(problem.problem, 1)[0][0]
     assert nearest.address == problem.sha256
-    _, front, worked = flywheel_solve._nearest(work, library, problem)
+    _, front, worked = flywheel_solve._nearest(
+        work, library, routing.Router(library), problem)
     assert worked.problem == other.problem and front
 
 

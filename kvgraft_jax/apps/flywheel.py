@@ -9,6 +9,7 @@ stopped goes on with --resume. `kvgraft report DIR` shows the result, `kvgraft
 ledger recheck DIR` derives it anew.
 """
 
+import dataclasses
 import os
 from typing import Any
 
@@ -20,11 +21,6 @@ from kvgraft_jax.apps import flags
 
 EXAMPLE = '/tmp/run --dataset=shipped --budget=512 --rounds=2'
 POSITIONAL = ('run_dir',)
-
-_SETTINGS = ('model', 'dtype', 'chunk', 'tile', 'page', 'capacity', 'dataset',
-             'programs', 'limit', 'style', 'rounds', 'budget', 'samples',
-             'temperature', 'seed', 'rungs', 'answer_tokens', 'policy',
-             'unsafe_exec')
 
 
 def define(fv: absl_flags.FlagValues) -> None:
@@ -74,12 +70,13 @@ def define(fv: absl_flags.FlagValues) -> None:
 def run(args: Any) -> tuple[int, dict[str, Any]]:
   """Runs; returns exit code and JSON."""
   flags.require(args, 'run_dir')
-  values = {name: getattr(args, name) for name in _SETTINGS}
-  values['rungs'] = tuple(values['rungs'])
   common.pin_threads(args)
   from kvgraft_jax import findings  # These import jax; --help does not.
   from kvgraft_jax import flywheel
   from kvgraft_jax import ledger
+  values = {field.name: getattr(args, field.name)
+            for field in dataclasses.fields(flywheel.Settings)}
+  values['rungs'] = tuple(values['rungs'])
   settings = flywheel.Settings(**values)
   with common.Progress('flywheel') as bar:
     update = bar.callback
