@@ -10,14 +10,15 @@ import typing
 if typing.TYPE_CHECKING:
   from kvgraft_jax import nn as nn
   from kvgraft_jax.config import ModelConfig as ModelConfig
+  from kvgraft_jax.corpora import Corpus as Corpus
   from kvgraft_jax.decode import Generation as Generation
+  from kvgraft_jax.depositing import deposit as deposit
   from kvgraft_jax.engine import Context as Context
   from kvgraft_jax.engine import load_model as load_model
   from kvgraft_jax.engine import Model as Model
   from kvgraft_jax.engine import Score as Score
   from kvgraft_jax.errors import KvgraftError as KvgraftError
   from kvgraft_jax.grafting import Artifact as Artifact
-  from kvgraft_jax.grafting import deposit as deposit
   from kvgraft_jax.grafting import graft as graft
   from kvgraft_jax.library import Library as Library
   from kvgraft_jax.routing import Router as Router
@@ -30,9 +31,10 @@ if typing.TYPE_CHECKING:
 __version__ = '0.1.0'
 
 __all__ = [
-    'Artifact', 'AuditReport', 'Context', 'Generation', 'KvgraftError',
-    'Library', 'Model', 'ModelConfig', 'Router', 'Score', 'Store',
-    'VerifyReport', 'audit', 'deposit', 'graft', 'load_model', 'nn', 'verify',
+    'Artifact', 'AuditReport', 'Context', 'Corpus', 'Generation',
+    'KvgraftError', 'Library', 'Model', 'ModelConfig', 'Router', 'Score',
+    'Store', 'VerifyReport', 'audit', 'deposit', 'graft', 'load_model', 'nn',
+    'verify',
 ]
 
 # Public name -> its module, imported with the first use of the name: what
@@ -42,7 +44,8 @@ _HOMES = {
     'audit': 'verification',
     'AuditReport': 'verification',
     'Context': 'engine',
-    'deposit': 'grafting',
+    'Corpus': 'corpora',
+    'deposit': 'depositing',
     'Generation': 'decode',
     'graft': 'grafting',
     'KvgraftError': 'errors',

@@ -8,6 +8,9 @@ row's bits depend neither on the cache's capacity, nor on how many pages were
 skipped, nor on where a page lives.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -22,6 +25,9 @@ MASKED = -1e30
 # Rows handled at once; smaller steps handle all theirs. Rows of a later block
 # see fewer masked pages, which halves the work of a sliding layer.
 ROW_BLOCK = 128
+
+# m [K, R * G, 1], l [K, R * G, 1], acc [K, R * G, H], float32.
+State = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def visible(
@@ -107,6 +113,84 @@ def page_range(
   return jnp.maximum(first - window + 1, 0) // page, hi
 
 
+def by_kv_head(
+    q: jax.Array, spec: config_lib.AttentionSpec, dtype: str
+) -> jax.Array:
+  """Returns float32 queries [R, N, H] as [K, R * G, H] of the compute dtype."""
+  n_rows, n_heads, dim = q.shape
+  groups = n_heads // spec.kv_heads
+  q = q.astype(dtype).reshape(n_rows, spec.kv_heads, groups, dim)
+  return q.transpose(1, 0, 2, 3).reshape(spec.kv_heads, n_rows * groups, dim)
+
+
+def by_row(out: jax.Array, n_rows: int) -> jax.Array:
+  """Returns [K, R * G, H] as [R, N, H]: the inverse of `by_kv_head`."""
+  kv_heads, _, dim = out.shape
+  out = out.reshape(kv_heads, n_rows, -1, dim)
+  return out.transpose(1, 0, 2, 3).reshape(n_rows, -1, dim)
+
+
+def empty_state(q: jax.Array) -> State:
+  """Returns the (m, l, acc) of queries [K, R * G, H] that saw no page yet."""
+  shape = q.shape[:2]
+  return (
+      jnp.full(shape + (1,), MASKED, jnp.float32),
+      jnp.zeros(shape + (1,), jnp.float32),
+      jnp.zeros(shape + q.shape[2:], jnp.float32),
+  )
+
+
+def finish(state: State) -> jax.Array:
+  """Returns the attention of a state that has seen every page."""
+  _, l, acc = state
+  return acc * (1.0 / l)
+
+
+def fold(
+    q: jax.Array, state: State, caches: Any, positions: jax.Array,
+    lo: jax.Array, hi: jax.Array, read: Callable, *, window: int | None,
+    profile: numerics.Profile, one: jax.Array,
+    first_position: jax.Array | None = None,
+) -> tuple[State, Any]:
+  """Folds the pages [lo, hi) into the state of some rows, ascending.
+
+  Args:
+    q: [K, R * G, H], scaled, in the compute dtype.
+    state: of the pages in front.
+    caches: what `read` reads; rides through the loop (see `attend`).
+    positions: int32 [R], of the rows.
+    lo: int32 [], absolute number of the first page.
+    hi: int32 [], one past the last one.
+    read: called with (caches, page number), returns K and V, [P, K, H].
+    window: positions a row sees; None for all.
+    profile: page size and form.
+    one: the seal.
+    first_position: int32 [], of the first key that exists; None for 0.
+
+  Returns:
+    The new state, and `caches`.
+  """
+  groups, page = q.shape[1] // positions.shape[0], profile.page
+
+  def body(number, carry):
+    state, caches = carry
+    k, v = read(caches, number)
+    k_positions = number * page + jnp.arange(page, dtype=jnp.int32)
+    mask = visible(positions, k_positions, window)
+    if first_position is not None:
+      mask &= k_positions[None, :] >= first_position
+    # Visible keys of a row are one run, so two ends tell if there are any.
+    first_key, last_key = number * page, number * page + page - 1
+    seen = positions >= first_key
+    if window is not None:
+      seen &= positions - last_key < window
+    seen = jnp.repeat(seen, groups)[None, :, None]
+    partial = page_partial(q, k, v, mask, profile.heads == 'unrolled')
+    return merge(state, partial, seen, one), caches
+
+  return lax.fori_loop(lo, hi, body, (state, caches))
+
+
 def attend(
     q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, *,
     layer: jax.Array | int, b: int, start: jax.Array,
@@ -131,45 +215,27 @@ def attend(
     float32 [R, N, H], and the two caches unchanged: they ride through the
     loops, or XLA would copy them whole to keep them alive behind a loop.
   """
-  n_rows, n_heads, dim = q.shape
-  groups = n_heads // spec.kv_heads
+  n_rows = q.shape[0]
   page, dtype = profile.page, profile.dtype
   margin = 0 if spec.window is None else profile.chunk
-  q = q.astype(dtype).reshape(n_rows, spec.kv_heads, groups, dim)
-  q = q.transpose(1, 0, 2, 3).reshape(spec.kv_heads, n_rows * groups, dim)
+  q = by_kv_head(q, spec, dtype)
+  groups = q.shape[1] // n_rows
+
+  def read(caches, number):
+    return tuple(
+        cache_lib.read_page(c, layer, b, number, page, dtype, margin)
+        for c in caches)
 
   def rows_at(q_block, first, count, caches):
     positions = first + jnp.arange(count, dtype=jnp.int32)
     lo, hi = page_range(first, first + count - 1, spec.window, page)
     if first_position is not None:
       lo = jnp.maximum(lo, first_position // page)
-
-    def body(number, carry):
-      state, caches = carry
-      k, v = (
-          cache_lib.read_page(c, layer, b, number, page, dtype, margin)
-          for c in caches)
-      k_positions = number * page + jnp.arange(page, dtype=jnp.int32)
-      mask = visible(positions, k_positions, spec.window)
-      if first_position is not None:
-        mask &= k_positions[None, :] >= first_position
-      # Visible keys of a row are one run, so two ends tell if there are any.
-      first_key, last_key = number * page, number * page + page - 1
-      seen = positions >= first_key
-      if spec.window is not None:
-        seen &= positions - last_key < spec.window
-      seen = jnp.repeat(seen, groups)[None, :, None]
-      partial = page_partial(q_block, k, v, mask, profile.heads == 'unrolled')
-      return merge(state, partial, seen, one), caches
-
-    shape = q_block.shape[:2]
-    state = (
-        jnp.full(shape + (1,), MASKED, jnp.float32),
-        jnp.zeros(shape + (1,), jnp.float32),
-        jnp.zeros(shape + (dim,), jnp.float32),
-    )
-    (_, l, acc), caches = lax.fori_loop(lo, hi, body, (state, caches))
-    return acc * (1.0 / l), caches
+    state, caches = fold(
+        q_block, empty_state(q_block), caches, positions, lo, hi, read,
+        window=spec.window, profile=profile, one=one,
+        first_position=first_position)
+    return finish(state), caches
 
   caches = (k_cache, v_cache)
   if n_rows <= ROW_BLOCK:
@@ -187,5 +253,4 @@ def attend(
     out, caches = lax.fori_loop(
         0, n_rows // ROW_BLOCK, block,
         (jnp.zeros(q.shape, jnp.float32), caches))
-  out = out.reshape(spec.kv_heads, n_rows, groups, dim)
-  return out.transpose(1, 0, 2, 3).reshape(n_rows, n_heads, dim), *caches
+  return by_row(out, n_rows), *caches

@@ -8,6 +8,7 @@ position mod ring, between two margins that are never read. What a slot holds
 is decided by positions alone; the mask never looks at slots.
 """
 
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 
@@ -114,13 +115,13 @@ def slots_at(
 
 def visible_rows(
     cache: KVCache, config: config_lib.ModelConfig, chunk: int, done: int,
-    b: int = 0,
+    b: int = 0, kinds: Iterable[str] = config_lib.KINDS,
 ) -> Iterator[np.ndarray]:
   """Yields what a continuation of `done` positions sees of K and V, by kind.
 
   Each is a host array, unsigned [L, positions, K, H], of sequence `b`.
   """
-  for kind in config_lib.KINDS:
+  for kind in kinds:
     window = config.spec(kind).window
     positions = np.arange(max(0, done - (window or done)), done)
     for side in (cache.k, cache.v):

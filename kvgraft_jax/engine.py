@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
+import logging
 from typing import Any
 
 import jax
@@ -29,11 +30,14 @@ from kvgraft_jax import hashing
 from kvgraft_jax import numerics
 from kvgraft_jax import programs as programs_lib
 from kvgraft_jax import recorder as recorder_lib
+from kvgraft_jax import rope
 from kvgraft_jax import sampling
 from kvgraft_jax import selftest
 from kvgraft_jax import speculation
+from kvgraft_jax import streaming as streaming_lib
 from kvgraft_jax.checkpoints import resolve
 
+_LOG = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 # A padded chunk costs about as much as this share of it in tiles, measured on
 # CPU; shorter rests run tile by tile. Equal bits either way.
@@ -67,12 +71,14 @@ class Model:
     profile: numerics.
     source: what the model was loaded from.
     capacity: most positions a context may take.
+    allow_beyond_trained: whether they may be more than the model was trained
+      for; up to 2**24 then.
     programs: compiled steps.
   """
 
   def __init__(
       self, checkpoint: resolve.Checkpoint, profile: numerics.Profile,
-      capacity: int | None = None,
+      capacity: int | None = None, allow_beyond_trained: bool = False,
   ):
     self.config = checkpoint.config
     self.params = jax.tree.map(jax.device_put, checkpoint.params)
@@ -87,11 +93,17 @@ class Model:
     self.profile = profile
     self.programs = programs_lib.Programs(self.config, profile, self.params)
     self._report: selftest.Report | None = None
+    self.allow_beyond_trained = allow_beyond_trained
+    self._warned = False
     limit = self.config.max_context
+    what = "the model's context"
+    hint = '; allow_beyond_trained lets it be longer'
+    if allow_beyond_trained:
+      limit, what, hint = rope.MAX_POSITION, 'the positions that are exact', ''
     if capacity is not None and not 0 < capacity <= limit:
       raise errors.CapacityError(
-          f"capacity: expected 1 to {limit}, the model's context, found"
-          f' {capacity}')
+          f'capacity: expected 1 to {limit}, {what}, found {capacity}'
+          + (hint if capacity > limit else ''))
     self.capacity = capacity or limit
 
   def __repr__(self) -> str:
@@ -158,6 +170,7 @@ class Model:
   def prefill(
       self, tokens: Iterable[int], *, record: bool = True,
       progress: Progress | None = None,
+      streaming: streaming_lib.Streaming | None = None,
   ) -> Context:
     """Computes `tokens` from nothing.
 
@@ -166,16 +179,20 @@ class Model:
       record: keep sliding rows that leave the ring, on the host, so that the
         context can be deposited with `sliding='full'`.
       progress: called with (positions done, positions in all).
+      streaming: keep all but the last positions of the global layers in host
+        memory; None for everything on the device.
 
     Raises:
       UsageError: if there is no token or an id is not one of the model's.
-      CapacityError: if they are more than the model's context.
+      CapacityError: if they are more than the model's context, or than the
+        host memory may take.
     """
     tokens = list(tokens)
     if not tokens:
       raise errors.UsageError(
           'prefill: expected at least one token, found none')
-    return Context(self, record=record).extend(tokens, progress=progress)
+    return Context(self, record=record, streaming=streaming).extend(
+        tokens, progress=progress)
 
   def check_tokens(self, tokens: Iterable[int], have: int = 0) -> list[int]:
     """Returns `tokens` as ints, or raises what is wrong with them."""
@@ -189,15 +206,26 @@ class Model:
             f'tokens[{i}]: expected an id from 0 to'
             f' {self.config.vocab_size - 1}, found {token!r:.80}')
       result.append(int(token))
-    if have + len(result) > self.capacity:
+    length, trained = have + len(result), self.config.max_context
+    if length > self.capacity:
+      limit = rope.MAX_POSITION if self.allow_beyond_trained else trained
+      if self.capacity < limit:
+        more = (f' or raise the capacity (the context of {self.config.name} is'
+                f' {trained})')
+      elif self.allow_beyond_trained:
+        more = ' (positions behind it would not be exact)'
+      else:
+        more = (f" (the capacity is {self.config.name}'s context;"
+                ' allow_beyond_trained lets it be longer)')
       raise errors.CapacityError(
-          f'{have + len(result)} tokens ({have} in the context and'
-          f' {len(result)} more) are beyond the capacity of {self.capacity};'
-          ' shorten the text'
-          + (f' or raise the capacity (the context of {self.config.name} is'
-             f' {self.config.max_context})'
-             if self.capacity < self.config.max_context else
-             f" (the capacity is {self.config.name}'s context)"))
+          f'{length} tokens ({have} in the context and {len(result)} more) are'
+          f' beyond the capacity of {self.capacity}; shorten the text{more}')
+    if length > trained and not self._warned:
+      self._warned = True
+      _LOG.warning(
+          'a context of %d positions is beyond the %d that %s was trained for;'
+          ' results are as exact as ever, but the text may be of no use',
+          length, trained, self.config.name)
     return result
 
   def rows_for(self, left: int) -> int:
@@ -270,10 +298,15 @@ class Context:
     exact: whether the restored part is promised to equal a fresh computation.
     parent: manifest of the artifact this context was grafted from, or None.
     parent_length: positions taken from it.
+    streaming: the memory it may take, or None if all of it is on the device.
   """
 
-  def __init__(self, model: Model, *, record: bool = True):
+  def __init__(
+      self, model: Model, *, record: bool = True,
+      streaming: streaming_lib.Streaming | None = None,
+  ):
     self.model = model
+    self.streaming = streaming
     self.tokens: list[int] = []
     self.tokens_restored = 0
     self.tokens_computed = 0
@@ -282,6 +315,9 @@ class Context:
     self.parent_length = 0
     self._done = 0
     self._cache: cache_lib.KVCache | None = None
+    self._streamed: streaming_lib.Streamed | None = None
+    if streaming is not None:
+      self._streamed = streaming_lib.Streamed(model.programs, streaming)
     # [D], hidden row of position done - 1.
     self._last: jax.Array | np.ndarray | None = None
     self._record = record
@@ -298,19 +334,31 @@ class Context:
 
   @property
   def cache(self) -> cache_lib.KVCache:
-    """The cache; valid until the context is next extended."""
+    """What is on the device; valid until the context is next extended."""
+    if self._streamed is not None:
+      return self._streamed.cache
     assert self._cache is not None
     return self._cache
 
   @property
+  def streamed(self) -> streaming_lib.Streamed | None:
+    """The cache of a streamed context, None for another."""
+    return self._streamed
+
+  @property
   def nbytes(self) -> int:
-    """Bytes of cache on the device."""
+    """Bytes of keys and values on the device."""
+    if self._streamed is not None:
+      return self._streamed.nbytes
     return self._cache.nbytes if self._cache is not None else 0
 
   def restore(
-      self, tokens: list[int], cache: cache_lib.KVCache, recorder,
+      self, tokens: list[int], cache: cache_lib.KVCache | None, recorder,
   ) -> None:
-    """Takes over a cache that holds `tokens` already (used by `graft`)."""
+    """Takes over a cache that holds `tokens` already (used by `graft`).
+
+    That of a streamed context has taken over what it holds: `cache` is None.
+    """
     self.tokens, self._cache = list(tokens), cache
     self._done = self.tokens_restored = len(tokens)
     self._recorder = recorder
@@ -323,9 +371,18 @@ class Context:
     Raises:
       UsageError: if an id is not one of the model's; nothing has changed then.
       CapacityError: if there is no room; nothing has changed then.
+      KvgraftError: of a streamed context, if its store fails. The context then
+        ends behind the last step that was finished: as it was, if the tokens
+        are no more than a chunk. `length` tells; extend it by the rest.
     """
+    before = self.length
     self.tokens += self.model.check_tokens(tokens, self.length)
-    self.compute(progress=progress)
+    try:
+      self.compute(progress=progress)
+    except errors.KvgraftError:
+      # Only a streamed context can fail here. What whole steps have run stays.
+      del self.tokens[max(self._done, before):]
+      raise
     return self
 
   def append(self, token: int) -> None:
@@ -346,17 +403,18 @@ class Context:
   def _prepare(self, rows: int, total: int) -> None:
     """Makes room for a step of `rows` rows, padding included."""
     programs = self.model.programs
-    slots = self.model.slots_for(total)
-    if self._cache is None:
-      self._cache = programs.empty_cache(1, slots)
+    if self._streamed is not None:
+      self._streamed.make_room(self._done, rows)
+    elif self._cache is None:
+      self._cache = programs.empty_cache(1, self.model.slots_for(total))
     else:
-      self._cache = grow(self._cache, slots)
+      self._cache = grow(self._cache, self.model.slots_for(total))
     if self._record:
       if self._recorder is None:
         self._recorder = recorder_lib.Recorder(
             self.model.config, self.model.profile, 0)
         self._recorder.keep = self._keep
-      self._recorder.before_step(self._cache, self._done, rows)
+      self._recorder.before_step(self.cache, self._done, rows)
 
   def _step(
       self, total: int, every: bool = False
@@ -402,9 +460,12 @@ class Context:
     self._prepare(rows, total)
     step = np.zeros((1, rows), np.int32)
     step[0, :len(tokens)] = tokens
+    starts = np.asarray([self._done], np.int32)
+    if self._streamed is not None:
+      return self._streamed.run_step(
+          self.model.params, step, starts, wanted)[0]
     hidden, self._cache = self.model.programs.run_step(
-        self.model.params, self.cache, step,
-        np.asarray([self._done], np.int32), wanted)
+        self.model.params, self.cache, step, starts, wanted)
     return hidden[0]
 
   def logits(self) -> np.ndarray:
@@ -439,6 +500,9 @@ class Context:
     """
     guess = self.model.check_tokens(guess, self.length)
     counts = self.model.row_counts() if guess else []
+    if self._streamed is not None:
+      proven = streaming_lib.step_rows(self.model.profile)
+      counts = [n for n in counts if n in proven]
     if not counts or self._done != self.length - 1:
       yield self.logits()
       return
@@ -587,6 +651,9 @@ class Context:
   def fork(self) -> Context:
     """Returns an independent copy; the device memory is copied."""
     other = Context(self.model, record=self._record)
+    other.streaming = self.streaming
+    if self._streamed is not None:
+      other._streamed = self._streamed.copy()
     for name in ('tokens_restored', 'tokens_computed', 'exact', 'parent',
                  'parent_length', '_done', '_last', '_keep'):
       setattr(other, name, getattr(self, name))
@@ -611,6 +678,17 @@ class Context:
     self._keep = positions
     if self._recorder is not None:
       self._recorder.keep = positions
+
+  def global_rows(self, start: int, stop: int):
+    """Returns K and V of the global layers at [start, stop), host arrays.
+
+    Returns:
+      k, v unsigned [L, stop - start, K, H].
+    """
+    if self._streamed is not None:
+      return self._streamed.rows(start, stop)
+    return recorder_lib.read_global(
+        self.cache, start, stop, self.model.profile.page)
 
   def sliding_rows(self, start: int, stop: int):
     """Returns K and V of the sliding layers at [start, stop), host arrays.
@@ -647,7 +725,8 @@ def grow(cache: cache_lib.KVCache, slots: int) -> cache_lib.KVCache:
 def load_model(
     spec: str, *, dtype: str = 'bfloat16', chunk: int | None = None,
     tile: int | None = None, page: int | None = None,
-    capacity: int | None = None, self_test: bool = True, progress=None,
+    capacity: int | None = None, allow_beyond_trained: bool = False,
+    self_test: bool = True, progress=None,
     check: Callable[[Model], None] | None = None,
 ) -> Model:
   """Loads a model and settles its numerics.
@@ -666,6 +745,8 @@ def load_model(
     tile: rows of a decode step; None for the default.
     page: positions of an attention partial; None for the default.
     capacity: most positions a context may take; None for the model's context.
+    allow_beyond_trained: let them be more than the model was trained for, up
+      to 2**24, which None is then; one warning is logged.
     self_test: False postpones the self-test until a class is needed.
     progress: called with (case, number, count) while the self-test runs.
     check: called with the model in front of the self-test; may raise.
@@ -684,12 +765,12 @@ def load_model(
   checkpoint = resolve.resolve(spec, dtype)
   profile = numerics.profile_for(
       checkpoint.config, dtype, chunk=chunk, tile=tile, page=page)
-  model = Model(checkpoint, profile, capacity)
+  model = Model(checkpoint, profile, capacity, allow_beyond_trained)
   if check:
     check(model)
   if self_test and not model.self_test(progress).invariances['tile']:
     if tile is None:
       profile = dataclasses.replace(profile, tile=profile.chunk)
-      model = Model(checkpoint, profile, capacity)
+      model = Model(checkpoint, profile, capacity, allow_beyond_trained)
       model.self_test(progress)
   return model

@@ -7,6 +7,7 @@ import logging
 
 from kvgraft_jax import checkers
 from kvgraft_jax import datasets
+from kvgraft_jax import depositing
 from kvgraft_jax import engine
 from kvgraft_jax import entries
 from kvgraft_jax import errors
@@ -191,12 +192,12 @@ def _deposit(work, library, problem, number, passed) -> None:
     return
   if worked and context is not None:
     # The preamble stands in front of it: it becomes a child.
-    artifact = grafting.deposit(work.model, work.store, context)
+    artifact = depositing.deposit(work.model, work.store, context)
   else:
     worked = work.prompts.written(problem.problem, solution, answer)
     front = work.begin()
     ids = work.prompts.front(worked)
-    artifact = grafting.deposit(
+    artifact = depositing.deposit(
         work.model, work.store, front.extend(ids[front.length:]))
   library.attach(
       entry.id, model=work.model.fingerprint,

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvgraft_jax import checkers
 from kvgraft_jax import datasets
+from kvgraft_jax import depositing
 from kvgraft_jax import engine
 from kvgraft_jax import errors
 from kvgraft_jax import grafting
@@ -100,7 +101,7 @@ class Work:
     if not ids:
       return self.model.context()
     if self._front is None:
-      self._front = grafting.deposit(self.model, self.store, ids)
+      self._front = depositing.deposit(self.model, self.store, ids)
     return grafting.graft(self.model, self.store, self._front)
 
   def shown(

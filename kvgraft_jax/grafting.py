@@ -1,4 +1,4 @@
-"""Deposit a context as an artifact; graft an artifact into a new context.
+"""Graft an artifact into a new context.
 
     positions   0 ............ parent.end ............ child.end
     chain       [ parent [0, e) )[ child [e, n) )
@@ -12,22 +12,23 @@ over a new one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Iterable
 import dataclasses
-from typing import Any
+import functools
 
 import jax
-import numpy as np
 
 from kvgraft_jax import artifact as artifact_lib
 from kvgraft_jax import cache as cache_lib
+from kvgraft_jax import cold as cold_lib
 from kvgraft_jax import config as config_lib
 from kvgraft_jax import engine
 from kvgraft_jax import errors
-from kvgraft_jax import hashing
 from kvgraft_jax import numerics
 from kvgraft_jax import recorder as recorder_lib
 from kvgraft_jax import store as store_lib
+from kvgraft_jax import streaming as streaming_lib
 
 ON_MISMATCH = ('fail', 'recompute', 'inexact')
 
@@ -41,12 +42,14 @@ class Artifact:
     name: name it was given, or None.
     tokens_computed: positions that this deposit ran.
     existed: whether the key was in the store already.
+    tokens_resumed: positions that an earlier process had run for it.
   """
 
   manifest: artifact_lib.Manifest
   name: str | None = None
   tokens_computed: int = 0
   existed: bool = False
+  tokens_resumed: int = 0
 
   def __repr__(self) -> str:
     fields = self.manifest.fields
@@ -79,6 +82,39 @@ class Segment:
   manifest: artifact_lib.Manifest
   start: int
   stop: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """What serves positions [start, stop) of a cache that is restored.
+
+  Attributes:
+    start: first position.
+    stop: one past the last position.
+    block: positions of a stored block.
+    read: called with (kind, start, stop, K out, V out, layers=slice or None),
+      as `Store.read`; returns the bytes read.
+  """
+
+  start: int
+  stop: int
+  block: int
+  read: Callable[..., int]
+
+  def backing(self) -> cold_lib.Backing:
+    """Returns what a streamed context reads its global layers from."""
+    def read(layers, start, stop, k, v):
+      return self.read(config_lib.GLOBAL, start, stop, k, v, layers=layers)
+    return cold_lib.Backing(self.start, self.stop, self.block, read)
+
+
+def sources(
+    store: store_lib.Store, segments: Iterable[Segment], verify: bool = True
+) -> list[Source]:
+  """Returns the sources of a chain."""
+  return [
+      Source(s.start, s.stop, s.manifest.fields.block, functools.partial(
+          store.read, s.manifest, verify=verify)) for s in segments]
 
 
 def layouts(
@@ -158,7 +194,7 @@ def chain(
           f' {manifest.fields.end}, where its parent ends')
 
 
-def _check_model(
+def check_model(
     model: engine.Model, manifest: artifact_lib.Manifest
 ) -> None:
   """Raises IncompatibleError if the artifact is not of this very model."""
@@ -201,7 +237,7 @@ def check_early(
     model: engine.Model, manifest: artifact_lib.Manifest
 ) -> None:
   """Raises what can be known to differ before any self-test has run."""
-  _check_model(model, manifest)
+  check_model(model, manifest)
   theirs = _recorded_class(manifest)
   differs = theirs and numerics.first_difference(
       numerics.certain(theirs), numerics.certain(model.profile.factors()))
@@ -219,7 +255,7 @@ def _mismatch(
       factor)
 
 
-def _check_class(
+def check_class(
     model: engine.Model, manifest: artifact_lib.Manifest
 ) -> None:
   """Raises ClassMismatchError, naming the first differing factor."""
@@ -256,8 +292,8 @@ def _check_layout(
 
 def check(model: engine.Model, manifest: artifact_lib.Manifest) -> None:
   """Raises IncompatibleError unless bits of both may be compared."""
-  _check_model(model, manifest)
-  _check_class(model, manifest)
+  check_model(model, manifest)
+  check_class(model, manifest)
   _check_layout(model, manifest)
 
 
@@ -302,53 +338,71 @@ def _sliding_start(
       f' lengths from {least + window} to {leaf.fields.end}')
 
 
-def _aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-  """Returns zeros that the device can take over without a copy (64 bytes)."""
-  n = int(np.prod(shape)) * np.dtype(dtype).itemsize
-  raw = np.zeros(n + 64, np.uint8)
-  offset = -raw.ctypes.data % 64
-  return raw[offset:offset + n].view(dtype).reshape(shape)
+def restore(
+    model: engine.Model, tokens: list[int], found: list[Source], first: int,
+    *, record: bool = True, streaming: streaming_lib.Streaming | None = None,
+) -> engine.Context:
+  """Returns a context whose cache was computed elsewhere.
 
+  Args:
+    model: whose cache it is.
+    tokens: ids of [0, n).
+    found: sources of [0, n), ascending, without a gap.
+    first: first position of the sliding layers to read.
+    record: keep sliding rows that leave the ring, for a later deposit.
+    streaming: of the new context.
 
-def _read_cache(
-    model: engine.Model, store: store_lib.Store, segments: list[Segment],
-    length: int, verify: bool,
-) -> tuple[cache_lib.KVCache, int]:
-  """Returns a new cache of [0, length) and the first sliding position."""
-  profile, config = model.profile, model.config
-  window = config.sliding.window or length
-  ring = cache_lib.ring_size(window, profile)
-  first = _sliding_start(segments, length, window, ring)
-  shapes = cache_lib.shapes(config, profile, 1, model.slots_for(length))
+  Raises:
+    KvgraftError: as `Store.read` does.
+  """
+  length = len(tokens)
+  context = engine.Context(model, record=record, streaming=streaming)
+  config, profile = model.config, model.profile
+  ring = cache_lib.ring_size(config.sliding.window or length, profile)
+  streamed = context.streamed
+  # The last computed position has to be on the device.
+  base = (length - 1) // profile.page * profile.page if streamed else 0
+  slots = streamed.layout.hot if streamed else model.slots_for(length)
+  shapes = cache_lib.shapes(config, profile, 1, slots)
   bits = cache_lib.BITS[profile.dtype]
-  buffers = {kind: (_aligned_zeros(shape, bits), _aligned_zeros(shape, bits))
+  buffers = {kind: (streaming_lib.aligned_zeros(shape, bits),
+                    streaming_lib.aligned_zeros(shape, bits))
              for kind, shape in shapes.items()}
 
-  def read(segment, kind, start, stop, slot):
+  def read(source, kind, start, stop, slot):
     k, v = (side[:, 0, slot:slot + stop - start] for side in buffers[kind])
-    store.read(segment.manifest, kind, start, stop, k, v, verify=verify)
+    source.read(kind, start, stop, k, v)
 
-  for s in segments:
-    read(s, config_lib.GLOBAL, s.start, s.stop, s.start)
-    at = max(first, s.start)
-    while at < s.stop:  # The ring's end cuts at most once.
+  for source in found:
+    at = max(base, source.start)
+    if at < source.stop:
+      read(source, config_lib.GLOBAL, at, source.stop, at - base)
+    at = max(first, source.start)
+    while at < source.stop:  # The ring's end cuts at most once.
       slot = at % ring
-      stop = min(s.stop, at + ring - slot)
-      read(s, config_lib.SLIDING, at, stop, profile.chunk + slot)
+      stop = min(source.stop, at + ring - slot)
+      read(source, config_lib.SLIDING, at, stop, profile.chunk + slot)
       at = stop
   device = {kind: tuple(map(jax.device_put, pair))
             for kind, pair in buffers.items()}
-  cache = cache_lib.KVCache(
+  cache: cache_lib.KVCache | None = cache_lib.KVCache(
       {kind: pair[0] for kind, pair in device.items()},
       {kind: pair[1] for kind, pair in device.items()},
       model.programs.fresh_scalars())
-  return cache, first
+  recorder = recorder_lib.Recorder(config, profile, first)
+  if streamed:
+    assert cache is not None
+    streamed.restore(cache, base, [s.backing() for s in found])
+    cache = None
+  context.restore(tokens, cache, recorder if record else None)
+  return context
 
 
 def graft(
     model: engine.Model, store: store_lib.Store, ref: Ref,
     length: int | None = None, on_mismatch: str = 'fail', *,
     record: bool = True, verify: bool = True,
+    streaming: streaming_lib.Streaming | None = None,
     progress: engine.Progress | None = None,
 ) -> engine.Context:
   """Builds a new context from an artifact and the artifacts in front of it.
@@ -365,6 +419,8 @@ def graft(
       tokens here, or go on 'inexact' (`Context.exact` is then False).
     record: keep sliding rows that leave the ring, for a later deposit.
     verify: check every block's digest; only benchmarks turn it off.
+    streaming: leave the global layers in the store and read them at every step
+      (see `streaming`); None for all of the cache on the device.
     progress: of a recomputation.
 
   Raises:
@@ -384,31 +440,51 @@ def graft(
   length = segments[-1].stop
   leaf = segments[-1].manifest
   exact = True
+  try:
+    check_streaming(model, streaming)
+  except errors.ClassMismatchError:
+    if on_mismatch != 'inexact':
+      raise
+    exact = False
   for s in segments:
-    _check_model(model, s.manifest)
+    check_model(model, s.manifest)
     try:
-      _check_class(model, s.manifest)
+      check_class(model, s.manifest)
     except errors.ClassMismatchError:
       if on_mismatch == 'recompute':
         return recompute(model, store, leaf, length, record=record,
-                         progress=progress)
+                         streaming=streaming, progress=progress)
       if on_mismatch == 'fail':
         raise
       exact = False
     _check_layout(model, s.manifest)
   tokens = model.check_tokens(chain_tokens(store, segments))
-  cache, first = _read_cache(model, store, segments, length, verify)
-  context = engine.Context(model, record=record)
-  recorder = recorder_lib.Recorder(model.config, model.profile, first)
-  context.restore(tokens, cache, recorder if record else None)
+  window = model.config.sliding.window or length
+  first = _sliding_start(
+      segments, length, window, cache_lib.ring_size(window, model.profile))
+  context = restore(
+      model, tokens, sources(store, segments, verify), first, record=record,
+      streaming=streaming)
   context.exact = exact
   context.parent, context.parent_length = leaf, length
   return context
 
 
+def check_streaming(
+    model: engine.Model, streaming: streaming_lib.Streaming | None
+) -> None:
+  """Raises ClassMismatchError unless a streamed context would be exact."""
+  if streaming and not model.self_test().invariances.get('stream'):
+    raise errors.ClassMismatchError(
+        'the self-test refuted stream on this machine, so a streamed context'
+        ' may have other bits; leave out --device_kv_bytes, or pass'
+        ' --on_mismatch=inexact', 'stream')
+
+
 def recompute(
     model: engine.Model, store: store_lib.Store, ref: Ref,
     length: int | None = None, *, record: bool = True,
+    streaming: streaming_lib.Streaming | None = None,
     progress: engine.Progress | None = None,
 ) -> engine.Context:
   """Computes an artifact's tokens here, from nothing: what a graft equals.
@@ -419,6 +495,7 @@ def recompute(
     ref: as in `graft`.
     length: positions to take, [0, length); None for all.
     record: as in `graft`.
+    streaming: as in `Model.prefill`.
     progress: called with (positions done, positions in all).
 
   Raises:
@@ -426,142 +503,7 @@ def recompute(
   """
   segments = chain(store, ref, length)
   for s in segments:
-    _check_model(model, s.manifest)
+    check_model(model, s.manifest)
   return model.prefill(
-      chain_tokens(store, segments), record=record, progress=progress)
-
-
-def deposit(
-    model: engine.Model, store: store_lib.Store,
-    tokens_or_context: Iterable[int] | engine.Context,
-    parent: Ref | None = None, sliding: str = 'full', name: str | None = None,
-    *, parent_length: int | None = None, block: int | None = None,
-    provenance: dict[str, Any] | None = None,
-    progress: engine.Progress | None = None,
-) -> Artifact:
-  """Stores the KV state of tokens, or of a context, as an artifact.
-
-  Args:
-    model: computes what is not there yet.
-    store: where to.
-    tokens_or_context: token ids, to be computed behind `parent`; or a context,
-      whose parent is the artifact it was grafted from.
-    parent: artifact in front of the tokens; only with token ids.
-    sliding: 'full' keeps every sliding block and allows any prefix later;
-      'window' keeps what a continuation at the end can see.
-    name: a name to give the artifact, which no other may have.
-    parent_length: positions of the parent that stand in front; None for all.
-    block: positions of a stored block, a multiple of the page; None for 512.
-    provenance: free strings and integers, kept beside the content.
-    progress: called with (positions done, positions in all).
-
-  Returns:
-    The artifact: what the store already had if the key was deposited before.
-
-  Raises:
-    UsageError: if there are no tokens, a value is not accepted, or the name
-      is taken.
-    IncompatibleError: if the parent is of another model or numerics class.
-    StorageError: if the store cannot be written; nothing is listed then.
-    ConflictError: if the key is in the store with other content.
-  """
-  block = check_block(model, block)
-  if sliding not in (artifact_lib.FULL, artifact_lib.WINDOW):
-    raise errors.UsageError(
-        f"sliding: expected 'full' or 'window', found {sliding!r}")
-  if name is not None:
-    store_lib.check_name(name)
-  context, own, start, parent_key = _what(
-      model, store, tokens_or_context, parent, parent_length)
-  fields = artifact_lib.KeyFields(
-      model=model.fingerprint, tokenizer=model.tokenizer_fingerprint,
-      template=model.template_fingerprint,
-      numerics_class=numerics.class_fingerprint(model.numerics_class),
-      parent=parent_key, start=start, end=start + len(own),
-      tokens_sha256=hashing.tokens_sha256(own), block=block, sliding=sliding)
-  existing = store.get(fields.key)
-  taken = None if name is None else store.name_target(name)
-  # The name of an artifact that was removed and is deposited again is its own.
-  if existing is None and taken is not None and taken[1] != fields.key:
-    raise errors.UsageError(
-        f'name {name!r} is taken by artifact {taken[0][:12]}; choose another'
-        ' name')
-  if existing is not None:
-    if name is not None:
-      store.set_name(name, existing)
-    return Artifact(existing, name, 0, True)
-  if context is None:
-    if parent is None:
-      context = engine.Context(model)
-    else:
-      context = graft(model, store, parent, parent_length)
-    if sliding == artifact_lib.WINDOW:
-      # What `artifact.sliding_start` may reach back to.
-      context.keep_last((model.config.sliding.window or 0) + 1 + block)
-    context.extend(own, progress=progress)
-  before = context.tokens_computed
-  context.compute(progress=progress)
-  last_logits = context.logits_sha256()
-  computed = context.tokens_computed - (
-      before if isinstance(tokens_or_context, engine.Context) else 0)
-  manifest = _write(model, store, fields, context, own, last_logits, provenance)
-  if name is not None:
-    store.set_name(name, manifest)
-  return Artifact(manifest, name, computed, False)
-
-
-def _what(model, store, what, parent, parent_length):
-  """Returns (context or None, own tokens, start, parent key) of a deposit."""
-  if isinstance(what, engine.Context):
-    if parent is not None:
-      raise errors.UsageError(
-          'parent: a context has the parent it was grafted from; pass token ids'
-          ' to choose another')
-    if not what.exact:
-      raise errors.UsageError(
-          'the context was grafted inexactly (another numerics class) and'
-          ' cannot be deposited; graft with on_mismatch=\'recompute\'')
-    start = what.parent_length
-    parent_key = what.parent.key if what.parent is not None else ''
-    own = what.tokens[start:]
-    context = what
-  else:
-    context, start, parent_key = None, 0, ''
-    if parent is not None:
-      segments = chain(store, parent, parent_length)
-      start, leaf = segments[-1].stop, segments[-1].manifest
-      parent_key = leaf.key
-      _check_model(model, leaf)
-      _check_class(model, leaf)
-    own = model.check_tokens(what, start)
-  if not own:
-    raise errors.UsageError(
-        'deposit: expected at least one token'
-        + (' behind the parent' if start else '') + ', found none')
-  return context, own, start, parent_key
-
-
-def _write(model, store, fields, context, own, last_logits, provenance):
-  """Writes every block of [start, end) and publishes the manifest."""
-  made = layouts(model.config, model.profile.dtype)
-  report = model.self_test()
-  outer = {
-      'provenance': provenance or {},
-      'self_test': report.to_json(),
-      'profile': {
-          'class': model.numerics_class,
-          'factors': model.profile.factors(),
-          'programs': dict(model.programs.hlo_sha256),
-      },
-  }
-  with store.create(fields, made, np.asarray(own, np.int32)) as writer:
-    for kind, layout in made.items():
-      first, stop = artifact_lib.stored_range(fields, layout)
-      for index, lo, hi in artifact_lib.blocks_of(first, stop, fields.block):
-        if kind == config_lib.GLOBAL:
-          k, v = recorder_lib.read_global(
-              context.cache, lo, hi, model.profile.page)
-        else:
-          k, v = context.sliding_rows(lo, hi)
-        writer.write_block(kind, index, np.stack([k, v], axis=1))
-    return writer.commit(last_logits_sha256=last_logits, outer=outer)
+      chain_tokens(store, segments), record=record, progress=progress,
+      streaming=streaming)

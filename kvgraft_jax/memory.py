@@ -1,7 +1,9 @@
 """What the present device can still take, known before anything is loaded."""
 
 from collections.abc import Iterator
+import decimal
 import pathlib
+import re
 
 import jax
 
@@ -15,6 +17,10 @@ _CGROUPS = pathlib.Path('/sys/fs/cgroup')
 # the whole estimate is 17, 5, -2 and 46 % above what was measured.
 _RUNTIME_BYTES = 400 << 20
 _BYTES_A_WEIGHT = 6
+_UNITS = {'': 1, 'b': 1} | {
+    f'{letter}{end}': base**power
+    for power, letter in enumerate('kmgtp', 1)
+    for end, base in (('b', 1000), ('ib', 1024))}
 
 
 def available_bytes() -> int | None:
@@ -73,6 +79,26 @@ def human(nbytes: int) -> str:
     units.pop(0)
   digits = (value < 99.95) + (value < 9.995) if units[0] != 'B' else 0
   return f'{value:,.{digits}f} {units[0]}'
+
+
+def parse_bytes(text: str, flag: str) -> int:
+  """Returns bytes of a size such as '786432', '48MB', '1.5 GiB' or '64kB'.
+
+  Args:
+    text: a number of bytes, or one with a decimal or binary unit.
+    flag: it came from, for the error.
+
+  Raises:
+    UsageError: if it is no size of at least a byte.
+  """
+  found = re.fullmatch(r'([0-9]+(?:\.[0-9]+)?) ?([a-z]*)', text.strip().lower())
+  unit = _UNITS.get(found[2]) if found else None
+  size = int(decimal.Decimal(found[1]) * unit) if found and unit else 0
+  if size < 1:
+    raise errors.UsageError(
+        f'--{flag}: expected a size such as 48MB, 1.5GiB or 786432, found'
+        f' {text!r:.80}')
+  return size
 
 
 def host_bytes(

@@ -171,12 +171,32 @@ def per_layer_branch(layer: Params, x, inputs, s):
   return x + _norm(out, layer['post_per_layer_input_norm'], s) * s['one']
 
 
+def finish_layer(layer: Params, x, mixed, inputs, config, s):
+  """Returns the residual stream [M, D] behind a layer.
+
+  Args:
+    layer: its parameters.
+    x: the residual stream in front of it.
+    mixed: attention of its rows, [M, N, H].
+    inputs: its per-layer inputs [M, P], or None.
+    config: architecture.
+    s: run-time scalars.
+  """
+  x = attention_out(layer, x, mixed, s)
+  x = feed_forward(layer, x, config, s)
+  if inputs is not None:
+    x = per_layer_branch(layer, x, inputs, s)
+  if config.layer_scalar:
+    x = x * layer['layer_scalar'][0] * s['one']
+  return x
+
+
 # Jitted on its own so that it is traced once a kind and not once a layer;
 # XLA inlines the calls.
 @functools.partial(
     jax.jit,
     static_argnames=('kind', 'shared', 'n_batch', 'config', 'profile'))
-def _layer(
+def run_layer(
     layer: Params, x, k_cache, v_cache, row, starts, rope: Rope, inputs, s, *,
     kind: str, shared: bool, n_batch: int, config: config_lib.ModelConfig,
     profile: numerics.Profile,
@@ -206,12 +226,7 @@ def _layer(
         q[rows], k_cache, v_cache, layer=row, b=b, start=starts[b], spec=spec,
         profile=profile, one=s['one'], first_position=s.get('first_position'))
     mixed.append(out)
-  x = attention_out(layer, x, jnp.concatenate(mixed), s)
-  x = feed_forward(layer, x, config, s)
-  if inputs is not None:
-    x = per_layer_branch(layer, x, inputs, s)
-  if config.layer_scalar:
-    x = x * layer['layer_scalar'][0] * s['one']
+  x = finish_layer(layer, x, jnp.concatenate(mixed), inputs, config, s)
   return x, k_cache, v_cache
 
 
@@ -297,7 +312,7 @@ def _run(params, cache, x, tokens, starts, rope, numbers, config, profile):
     inputs = per_layer_inputs(params, ids, embedded, numbers, config, s)
   for i in numbers:
     kind = config.layers[i]
-    x, k_cache[kind], v_cache[kind] = _layer(
+    x, k_cache[kind], v_cache[kind] = run_layer(
         params[f'layer_{i}'], x, k_cache[kind], v_cache[kind],
         np.int32(config.cache_row(i)), starts, rope,
         None if inputs is None else inputs[:, i - numbers.start], s,

@@ -110,6 +110,21 @@ class Programs:
         self._compiled[name] = lowered.compile()
       return self._compiled[name]
 
+  def compiled(
+      self, name: tuple, fun: Callable, args: tuple, donate: tuple = ()
+  ) -> Callable:
+    """Returns `fun`, compiled for arguments like `args` unless it is already.
+
+    Args:
+      name: of the program and its shapes.
+      fun: a pure function.
+      args: arrays, or what `jax.jit` lowers for.
+      donate: numbers of the arguments that it may overwrite.
+    """
+    found = self._compiled.get(name)
+    return found if found is not None else self._compile(
+        name, fun, args, donate)
+
   def step(self, rows: int, batch: int, capacity: int) -> Callable:
     """Returns the compiled `model.owners` for this shape; donates the cache.
 
@@ -189,12 +204,42 @@ class Programs:
       hidden float32 [B, stop - first, D] and the new cache.
     """
     batch, rows = tokens.shape
-    if int(starts.max()) + rows > cache.capacity:
-      raise AssertionError(
-          f'step of {rows} rows at {starts} is past the {cache.capacity} slots')
     capacity = cache.capacity
+    if int(starts.max()) + rows > capacity:
+      raise AssertionError(
+          f'step of {rows} rows at {starts} is past the {capacity} slots')
+    held = [cache]
+
+    def owners(where):
+      hidden, held[0] = self.step(rows, batch, capacity)(
+          params, held[0], *where)
+      return hidden
+
+    def sharers(hidden, where):
+      hidden, held[0] = self.sharers(hidden.shape[1], batch, capacity)(
+          params, held[0], hidden, *where)
+      return hidden
+
+    hidden = self.run_rows(tokens, starts, wanted, owners, sharers)
+    return hidden, held[0]
+
+  def run_rows(
+      self, tokens: np.ndarray, starts: np.ndarray,
+      wanted: tuple[int, int] | None, owners: Callable, sharers: Callable,
+  ) -> jax.Array:
+    """Runs a step's one or two programs; returns the wanted hidden rows.
+
+    Args:
+      tokens: int32 [B, R].
+      starts: int32 [B].
+      wanted: as in `run_step`.
+      owners: called with (tokens, starts, rope), returns hidden [B, R, D].
+      sharers: called with hidden [B, r, D] and (tokens, starts, rope) of its
+        rows, returns hidden [B, r, D]; only if layers share keys and values.
+    """
+    rows = tokens.shape[1]
     where = self._where(tokens, starts)
-    hidden, cache = self.step(rows, batch, capacity)(params, cache, *where)
+    hidden = owners(where)
     first, stop = wanted or (0, rows)
     skip = 0
     if self.config.shared_layers and first < stop:
@@ -204,15 +249,16 @@ class Programs:
       hidden = _cut(hidden, skip, some)
       if some < rows:
         where = self._where(tokens[:, skip:skip + some], starts + skip)
-      hidden, cache = self.sharers(some, batch, capacity)(
-          params, cache, hidden, *where)
-    return _cut(hidden, first - skip, stop - first), cache
+      hidden = sharers(hidden, where)
+    return _cut(hidden, first - skip, stop - first)
 
   def _where(
       self, tokens: np.ndarray, starts: np.ndarray
   ) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
     """Returns tokens, starts and rotary rows as a program takes them."""
     positions = (starts[:, None] + np.arange(tokens.shape[1])).reshape(-1)
+    # Padding may lie behind the last exact position; nobody reads its rows.
+    positions = np.minimum(positions, rope_lib.MAX_POSITION)
     return (jnp.asarray(tokens, np.int32), jnp.asarray(starts, np.int32),
             self.rope_rows(positions))
 

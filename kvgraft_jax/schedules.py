@@ -15,6 +15,7 @@ import tempfile
 import numpy as np
 
 from kvgraft_jax import cache as cache_lib
+from kvgraft_jax import depositing
 from kvgraft_jax import engine
 from kvgraft_jax import grafting
 from kvgraft_jax import selftest
@@ -86,7 +87,7 @@ def run(
       free, _of(context), context.tokens_computed)
   with tempfile.TemporaryDirectory(prefix='kvgraft-') as folder:
     store = store_lib.Store(folder, create=True)
-    made = grafting.deposit(model, store, list(tokens[:cut]))
+    made = depositing.deposit(model, store, list(tokens[:cut]))
     # Where nothing is promised the matrix shows what comes of it.
     context = grafting.graft(model, store, made, on_mismatch='inexact')
     context.extend(tokens[cut:])

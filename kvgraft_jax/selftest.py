@@ -29,8 +29,9 @@ from kvgraft_jax import model as model_lib
 from kvgraft_jax import numerics
 from kvgraft_jax import paths
 from kvgraft_jax import programs as programs_lib
+from kvgraft_jax import streaming
 
-VERSION = 1
+VERSION = 2
 _LOG = logging.getLogger(__name__)
 # A case is a list of steps; each is (rows of the program, valid rows).
 Schedule = list[tuple[int, int]]
@@ -150,12 +151,37 @@ class _Bench:
       at += valid
     return np.concatenate(hidden), cache
 
+  def stream(self) -> str:
+    """Returns the digest of a streamed run through every size of its steps."""
+    profile, total = self.programs.profile, len(self.tokens)
+    schedule, left = [], total
+    for rows in reversed(streaming.step_rows(profile)):
+      # One chunk; of smaller steps enough to let hot positions grow cold.
+      count = left if rows == profile.tile else min(left, max(
+          rows, left // 2 // rows * rows))
+      schedule += _even(rows, count)
+      left -= count
+    least = streaming.least_bytes(self.config, profile)
+    streamed = streaming.Streamed(
+        self.programs, streaming.Streaming(least, 1 << 62))
+    hidden, at = [], 0
+    for rows, valid in schedule:
+      step = np.zeros((1, rows), np.int32)
+      step[0, :valid] = self.tokens[at:at + valid]
+      streamed.make_room(at, rows)
+      out = streamed.run_step(self.params, step, np.asarray([at], np.int32))
+      hidden.append(np.asarray(out[0, :valid]))
+      at += valid
+    return self._digest(np.concatenate(hidden), streamed.visible_rows(total))
+
   def digest(self, hidden: np.ndarray, cache, b: int = 0) -> str:
     """Returns SHA-256 over hidden rows, visible cache rows and logits."""
-    total = len(hidden)
+    return self._digest(hidden, cache_lib.visible_rows(
+        cache, self.config, self.chunk, len(hidden), b))
+
+  def _digest(self, hidden, visible) -> str:
     sha = hashlib.sha256(hidden.tobytes())
-    for rows in cache_lib.visible_rows(
-        cache, self.config, self.chunk, total, b):
+    for rows in visible:
       sha.update(rows.tobytes())
     logits = self.programs.run_head(self.params, hidden[-1:])
     sha.update(logits.tobytes())
@@ -225,13 +251,16 @@ def run(
   base_hidden = np.zeros((0, config.width), np.float32)
   for number, (name, (schedule, slots, pad)) in enumerate(cases.items()):
     if progress:
-      progress(name, number, len(cases) + 1)
+      progress(name, number, len(cases) + 2)
     hidden, cache = bench.run(schedule, slots, pad)
     digests[name] = bench.digest(hidden, cache)
     if name == base:
       base_hidden = hidden
   if progress:
-    progress('batch', len(cases), len(cases) + 1)
+    progress('stream', len(cases), len(cases) + 2)
+  digests['stream'] = bench.stream()
+  if progress:
+    progress('batch', len(cases) + 1, len(cases) + 2)
   equal = {name: digest == digests[base] for name, digest in digests.items()}
   found: dict[str, bool | None] = {
       'run': equal['run'],
@@ -241,7 +270,7 @@ def run(
       'neighbours': equal['neighbours'],
       'batch': bench.batch(base_hidden, capacity, tile),
       'capacity': equal['capacity'],
-      'stream': None,
+      'stream': equal['stream'],
       'mesh': None,
   }
   found |= {name: equal[name] for name in digests if name.startswith('rows_')}

@@ -14,7 +14,6 @@ from kvgraft_jax import engine
 from kvgraft_jax import errors
 from kvgraft_jax import grafting
 from kvgraft_jax import hashing
-from kvgraft_jax import recorder as recorder_lib
 from kvgraft_jax import sampling
 from kvgraft_jax import store as store_lib
 
@@ -257,8 +256,7 @@ def audit(
       for i, part in enumerate(geometry.blocks):
         if part.number != block.number:
           continue
-        k, v = (recorder_lib.read_global(
-            context.cache, part.start, part.stop, model.profile.page)
+        k, v = (context.global_rows(part.start, part.stop)
                 if kind == config_lib.GLOBAL
                 else context.sliding_rows(part.start, part.stop))
         # Raises if what is stored is not what was deposited: no later block

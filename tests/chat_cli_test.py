@@ -235,7 +235,7 @@ def tiny_fixture():
   """The model that the commands of this module share."""
   return common.load_model(types.SimpleNamespace(
       model='tiny:0', dtype='bfloat16', chunk=None, tile=None, page=None,
-      capacity=None, threads=None))
+      capacity=None, allow_beyond_trained=False, threads=None))
 
 
 def test_a_model_without_a_tokenizer_takes_no_messages(root, tiny, monkeypatch):

@@ -16,9 +16,9 @@ from command_helpers import ok
 from command_helpers import refusal
 from command_helpers import TINY
 import gguf_writer
+from kvgraft_jax import depositing
 from kvgraft_jax import engine
 from kvgraft_jax import errors
-from kvgraft_jax import grafting
 from kvgraft_jax import hashing
 from kvgraft_jax import sampling
 from kvgraft_jax import store as store_lib
@@ -401,7 +401,8 @@ def test_another_class_is_named_recomputed_or_inexact(scene, tmp_path):
       dataclasses.replace(here.profile, environment=tuple(sorted(
           (dict(here.profile.environment) | {'cpu': 'Other 1'}).items()))))
   other._report = here.self_test()
-  grafting.deposit(other, store_lib.Store(str(tmp_path)), scene.ids, name='doc')
+  depositing.deposit(
+      other, store_lib.Store(str(tmp_path)), scene.ids, name='doc')
   artifact = (TINY, f'--store={tmp_path}', '--artifact=doc')
   args = ('graft', *artifact, '--prompt=x', '--max_new_tokens=2')
   line = refusal(2, *args)
@@ -429,7 +430,7 @@ def test_a_false_deposit_fails_verify_and_audit(scene, tmp_path):
   norm = model.params['layer_0']['pre_attention_norm']
   norm['scale'] = norm['scale'] * 1.5
   store = store_lib.Store(str(tmp_path))
-  grafting.deposit(model, store, scene.ids, name='doc')
+  depositing.deposit(model, store, scene.ids, name='doc')
   flags = (TINY, f'--store={tmp_path}', '--artifact=doc')
   checked = call('verify', *flags, '--continuations=3')
   assert checked.rc == 1 and checked.json['ok'] is False
@@ -492,6 +493,11 @@ def test_configs_of_the_project_are_accepted(name):
     (['generate', '--model=gemma9', '--prompt=a'], 'no such model'),
     (['generate', TINY, '--chunk=24', '--prompt=a'], 'power of two'),
     (['generate', TINY, '--capacity=4097', '--prompt=a'], '1 to 4096'),
+    (['generate', TINY, '--capacity=4097', '--prompt=a'],
+     'allow_beyond_trained'),
+    (['generate', TINY, '--capacity=16777217', '--allow_beyond_trained',
+      '--prompt=a'], '1 to 16777216'),
+    (['flywheel', TINY, '--allow_beyond_trained'], 'allow_beyond_trained'),
     (['deposit', TINY, '--prompt=a'], '--store is missing'),
     (['ls', '--store=/nonexistent/x'], 'no store'),
     (['ls', '--store=ftp://x/y'], 'ftp://x/y'),
@@ -503,6 +509,16 @@ def test_configs_of_the_project_are_accepted(name):
 ])
 def test_wrong_usage_is_one_line(argv, message):
   assert message in refusal(2, *argv)
+
+
+def test_a_flag_lets_a_context_be_longer_than_trained(tmp_path):
+  ids = tmp_path / 'ids'
+  ids.write_text(json.dumps([5] * 4097))
+  args = ('generate', TINY, f'--tokens_file={ids}', '--max_new_tokens=0')
+  assert 'allow_beyond_trained' in refusal(2, *args)
+  done = call(*args, '--allow_beyond_trained')
+  assert done.rc == 0 and done.json['tokens_computed'] == 4097
+  assert done.stderr.count('beyond the 4096 that tiny was trained for') == 1
 
 
 def test_errors_without_a_name_are_one_line_too(monkeypatch):

@@ -22,7 +22,8 @@ def kept_models():
 
   def load_once(args, manifest=None):
     key = tuple(getattr(args, name) for name in (
-        'model', 'dtype', 'chunk', 'tile', 'page', 'capacity', 'threads'))
+        'model', 'dtype', 'chunk', 'tile', 'page', 'capacity',
+        'allow_beyond_trained', 'threads'))
     if key not in models:
       models[key] = load(args, manifest)
     elif manifest is not None:

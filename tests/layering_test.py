@@ -20,16 +20,17 @@ TIERS = (
     ('model', 'reference', 'sharding', 'checkpoints.*', 'nn', 'artifact',
      'ledger', 'findings_flywheel', 'findings', 'results', 'registration',
      'resources', 'checkers', 'datasets', 'records', 'entry_checks',
-     'library', 'routing'),
-    ('store', 'sampling', 'programs', 'selftest', 'recorder',
+     'library', 'routing', 'passages', 'corpora', 'corpus_routing'),
+    ('kvstore', 'attempts', 'blocks', 'journal', 'writer', 'store',
+     'sampling', 'programs', 'recorder', 'cold', 'streaming', 'selftest',
      'speculation', 'decode', 'engine'),
-    ('grafting', 'verification', 'measure', 'plan', 'study', 'schedules',
-     'entries', 'evidence_parts', 'evidence', 'prompts', 'gate', 'ladder',
+    ('grafting', 'depositing', 'verification', 'measure', 'plan', 'study',
+     'schedules', 'entries', 'evidence_parts', 'evidence', 'prompts', 'gate', 'ladder',
      'flywheel_work', 'flywheel_solve', 'flywheel_ask', 'flywheel_totals',
      'flywheel', 'run_stores', 'divergence', 'replay', 'report_page',
      'report_plots', 'report_setup', 'report_study', 'report_verdicts',
      'report_flywheel',
-     'report', 'paging'),
+     'report', 'paging', 'corpus_building', 'corpus'),
     ('testing', '__init__'),
     ('apps.*',),
 )
@@ -37,7 +38,8 @@ TIERS = (
 # Neither these nor what they import may import jax.
 WITHOUT_JAX = (
     'errors', 'hashing', 'paths', 'artifact', 'recheck', 'ledger',
-    'findings', 'registration', 'report', 'checkers', 'datasets', 'routing')
+    'findings', 'registration', 'report', 'checkers', 'datasets', 'routing',
+    'corpus_routing')
 JAX = ('jax', 'jaxlib', 'flax')
 
 # What may be imported at the top of a module; all else where it is used.
@@ -123,9 +125,9 @@ def _outside(module: str, path: pathlib.Path) -> list[str]:
     if not top:
       found.append(f'{where} relative import {name}')
     elif top == 'tensorstore' and module not in (
-        'store', 'checkpoints.orbax_arrays'
+        'kvstore', 'checkpoints.orbax_arrays'
     ):
-      found.append(f'{where} only store imports tensorstore')
+      found.append(f'{where} only kvstore imports tensorstore')
     elif top == 'absl' and 'flags' in name and not module.startswith('apps.'):
       found.append(f'{where} only apps import absl.flags')
     elif name.startswith('flax.nnx'):
@@ -160,7 +162,8 @@ def test_the_package_keeps_the_rules():
         ('hashing', 'import jax', 'hashing may not reach jax'),
         ('artifact', 'def f():\n  from jax import numpy', 'may not reach jax'),
         ('ledger', 'from kvgraft_jax import cache', 'ledger may not reach jax'),
-        ('grafting', 'import tensorstore as ts', 'only store imports tensor'),
+        ('grafting', 'import tensorstore as ts',
+         'only kvstore imports tensor'),
         ('grafting', 'from absl import flags', 'only apps import absl.flags'),
         ('nn', 'from flax import nnx', 'nothing imports flax.nnx'),
         ('apps.one', 'from flax.nnx import bridge', 'nothing imports flax.nnx'),
@@ -178,7 +181,8 @@ def test_a_broken_rule_is_found(tmp_path, module, source, problem):
       'engine': 'import numpy as np\nfrom kvgraft_jax import store',
       'errors': '',
       'rope': 'from kvgraft_jax import config',
-      'store': 'import tensorstore\nfrom kvgraft_jax.errors import DamageError',
+      'kvstore': 'import tensorstore',
+      'store': 'from kvgraft_jax.errors import DamageError',
       'verification': 'def f():\n  import optax',
   }
 

@@ -235,6 +235,22 @@ def test_human(nbytes, text):
   assert memory.human(nbytes) == text
 
 
+@pytest.mark.parametrize('text, nbytes', [
+    ('786432', 786432), ('1', 1), ('12B', 12), ('48MB', 48_000_000),
+    ('1.5GiB', 3 << 29), ('1.1 kb', 1100), (' 2TiB ', 2 << 40),
+    ('0.1PB', 10**14), ('1.50 GB', 1_500_000_000)])
+def test_sizes_as_they_are_given(text, nbytes):
+  assert memory.parse_bytes(text, 'x') == nbytes
+
+
+@pytest.mark.parametrize('text', [
+    '', '0', '0.5', '-1', '1e9', '48M', 'MB', '1,5GB', '1.GB', '1 2', '\u0661',
+    'infGB'])
+def test_what_is_no_size_is_refused(text):
+  with pytest.raises(errors.UsageError, match='--x: expected a size such as'):
+    memory.parse_bytes(text, 'x')
+
+
 def test_a_config_alone_is_enough(tmp_path):
   (tmp_path / 'config.json').write_text(json.dumps(
       hf_export.config_json(config_lib.PRESETS['gemma4-e2b'], 'bfloat16')))

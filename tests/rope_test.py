@@ -14,7 +14,9 @@ from kvgraft_jax import rope
 LOCAL = config.PRESETS['gemma3-270m'].sliding
 GLOBAL = config.PRESETS['gemma3-270m'].full
 SCALED = config.PRESETS['gemma3-4b'].full
-SPECS = {'local': LOCAL, 'global': GLOBAL, 'scaled': SCALED}
+PARTIAL = config.PRESETS['gemma4-e2b'].full
+SPECS = {
+    'local': LOCAL, 'global': GLOBAL, 'scaled': SCALED, 'partial': PARTIAL}
 # The ends of the range, page and block borders, and published context ends.
 POSITIONS = (0, 1, 2, 127, 128, 511, 512, 8191, 32767, 131071, 2**24 - 1, 2**24)
 
@@ -26,6 +28,20 @@ HASHES = {
         'cb9820cfb3d1d4c46bf928476c7303078e12adfa2ee8c08393c2d25aaf9de613',
     'scaled':
         'b053c1609cfd9d38158fa0fda120e57f312035c316eedcc9c1c114d71d1a8e3a',
+    'partial':
+        'f150e7956d28f7b2b0bcc62b73d909088f40b05c74ea2e109de4ba533f693eb9',
+}
+# The same of FAR_POSITIONS, which are beyond what any model was trained for.
+FAR_POSITIONS = (1_000_000, 4_000_000, 2**24 - 1)
+FAR_HASHES = {
+    'local':
+        '98800e2e8b9ce6bb8af4eb6499e6ba73846c213d3c7f6d1f90c23b35d774a24d',
+    'global':
+        'cf8e67525cb87ac844bbb9a8de509fb03f10b01c96c8bdf3fa5fb05fd32be130',
+    'scaled':
+        'e49e8de8bf057af45e4193ff85359eaa166db4ee3731560d6d65a534fba7d1a6',
+    'partial':
+        '7cfc7c10b3eda2c16d307cddf7d851828e8b37b68e623d5f30b689617d822051',
 }
 
 
@@ -70,13 +86,13 @@ def _ulps(value: np.float32, exact: decimal.Decimal) -> decimal.Decimal:
 @pytest.mark.parametrize('name', SPECS)
 def test_rows_are_correctly_rounded(name):
   spec = SPECS[name]
-  positions = (0, 1, 8191, 131071, 2**24 - 1)
+  positions = (0, 1, 8191, 131071, *FAR_POSITIONS)
   cos, sin = rope.rope_rows(np.array(positions), spec)
   worst = decimal.Decimal(0)
   with decimal.localcontext(prec=60):
     pi = _pi()
     for row, position in enumerate(positions):
-      for pair in range(spec.head_dim // 2):
+      for pair in range(spec.rope_pairs or spec.head_dim // 2):
         exact_cos, exact_sin = _exact(position, pair, spec, pi)
         worst = max(
             worst,
@@ -88,10 +104,12 @@ def test_rows_are_correctly_rounded(name):
 
 
 @pytest.mark.parametrize('name', SPECS)
-def test_rows_have_the_stored_bits(name):
-  cos, sin = rope.rope_rows(np.array(POSITIONS), SPECS[name])
+@pytest.mark.parametrize('positions, hashes', [
+    (POSITIONS, HASHES), (FAR_POSITIONS, FAR_HASHES)], ids=['all', 'far'])
+def test_rows_have_the_stored_bits(name, positions, hashes):
+  cos, sin = rope.rope_rows(np.array(positions), SPECS[name])
   data = cos.astype('<f4').tobytes() + sin.astype('<f4').tobytes()
-  assert hashlib.sha256(data).hexdigest() == HASHES[name]
+  assert hashlib.sha256(data).hexdigest() == hashes[name]
 
 
 def test_a_row_does_not_depend_on_its_batch():

@@ -1,6 +1,8 @@
 """The benchmark and the device check run, and report what they promise."""
 
 import copy
+import gzip
+import hashlib
 import json
 import os
 import pathlib
@@ -46,6 +48,52 @@ def test_bench_reports_every_section():
   assert {'profile', 'class', 'environment', 'peak_bytes', 'load_before',
           'load_after'} <= report.keys()
   assert 'what limits the graft' in done.stdout
+
+
+def test_texts_are_prose_once_each_and_the_same_every_time(tmp_path):
+  prose = 'It is the word of one who can not be told that he is in it.\n'
+  root = tmp_path / 'doc'
+  for name, text in {
+      'a/README': '# A title\n\n' + prose * 40,
+      'a/README.txt': prose * 50, 'b/README.md': prose * 50,  # Equal.
+      'b/NEWS.gz': prose * 60, 'b/copyright': prose * 70,
+      'b/changelog.gz': prose * 80, 'b/FAQ': prose,  # Too short.
+      'b/TODO': 'lorem ipsum dolor ' * 200, 'b/bugs.html': '<p>' + prose * 90,
+      'b/doc.pdf': prose * 90, 'c/README': prose * 40 + '\xe9'}.items():
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = text.encode('latin-1')
+    path.write_bytes(gzip.compress(data) if path.suffix == '.gz' else data)
+  (root / 'd').symlink_to(root / 'a')
+  args = ('--model=tiny:0', f'--roots={root}')
+  size = len(prose) * 50 + len('README.txt of a\n\n')
+  trees = []
+  for out in ('x', 'y'):
+    done = _script('collect_texts.py', *args, '--tokens=9000',
+                   f'--out={tmp_path / out}')
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    trees.append({
+        str(p.relative_to(tmp_path / out)): p.read_bytes()
+        for p in (tmp_path / out).rglob('*') if p.is_file()})
+  assert trees[0] == trees[1]
+  rows = [json.loads(line) for line in trees[0].pop('texts.jsonl').splitlines()]
+  assert [row['kind'] for row in rows] == ['prose', 'prose', 'news']
+  assert {row['file']: row['tokens'] for row in rows[:2]} == {
+      'a/README.txt': 11 + 40 * len(prose), 'a/README-1.txt': size}
+  assert report['tokens'] == sum(map(len, trees[0].values()))
+  assert trees[0]['b/NEWS.txt'] == f'NEWS of b\n\n{prose * 60}'.encode()
+  for row in rows:
+    text = trees[0].pop(row['file'])
+    assert hashlib.sha256(text).hexdigest() == row['sha256']
+    assert row['path'].startswith(f'{root}/{row["package"]}/')
+  assert not trees[0]
+  again = _script('collect_texts.py', *args, '--tokens=9', f'--out={root}')
+  assert again.returncode == 2 and 'empty directory' in again.stderr
+  more = _script('collect_texts.py', *args, '--tokens=90000',
+                 f'--out={tmp_path / "z"}')
+  assert more.returncode == 1 and 'lower --tokens' in more.stderr
+  assert json.loads(more.stdout)['texts'] == 5
 
 
 def test_bench_refuses_an_unknown_section():

@@ -114,6 +114,31 @@ def test_unverified_read_is_what_verification_adds(scene):
             scene.case.rows('global')[:, :, :27].tobytes())
 
 
+@pytest.mark.parametrize('keep', [0, None, 'flip'])
+def test_damage_among_blocks_that_are_read_at_once(scene, keep):
+  """The block and layer are named, and reads that avoid it are good."""
+  path = scene.files['sliding/c.0.0.1.0.0']
+  data = bytearray(path.read_bytes())
+  data[len(data) // 2] ^= 1  # In the middle one of three layers.
+  with changed(path, {0: b'', None: None, 'flip': bytes(data)}[keep]):
+    out = np.zeros((2, 3, 59, 2, 16), np.uint16)
+    with pytest.raises(errors.DamageError, match=r'block 2 \(') as caught:
+      scene.store.read(scene.made, 'sliding', 37, 96, *out)
+    assert str(path) in str(caught.value)
+    for layer in range(3):
+      if keep != 'flip' or layer == 1:
+        with pytest.raises(errors.DamageError, match=f'layer {(0, 1, 3)[layer]}'
+                           r' [KV] block 2 \('):
+          scene.store.read(scene.made, 'sliding', 37, 96, *out[:, :1],
+                           layers=slice(layer, layer + 1))
+      else:
+        scene.store.read(scene.made, 'sliding', 37, 96, *out[:, :1],
+                         layers=slice(layer, layer + 1))
+        assert out[:, 0].tobytes() == scene.case.rows('sliding')[
+            layer, :, :59].tobytes()
+  assert scene.outcome() == 'exact'
+
+
 @pytest.mark.parametrize('keep', [0, 1, 0.5, -1, None, 'longer'])
 def test_truncated_lost_or_grown_file(scene, keep):
   for name, path in scene.files.items():
@@ -307,7 +332,7 @@ def test_no_space_by_file_size_limit(tmp_path, limit):
   assert store.list() == [made] and store.list_damaged() == []
   store_helpers.check(store, made, first)
   # The failed attempt gave its space back.
-  assert [n for n in store._list('a/') if made.key not in n] == []
+  assert [n for n in store._kv.list('a/') if made.key not in n] == []
   second = store_helpers.case(seed=1)
   store_helpers.check(store, store_helpers.deposit(store, second), second)
 

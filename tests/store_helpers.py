@@ -204,3 +204,71 @@ def small_files(root: str, limit: int) -> None:
   resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
   store = store_lib.Store(root)
   print(json.dumps(_outcome(lambda: deposit(store, case(seed=1)).id)))
+
+
+def journaled(root: str, what: Case, every: int = 2) -> artifact.Manifest:
+  """Deposits a case with a journal, going on where an earlier one ended."""
+  store = store_lib.Store(root)
+  args = what.fields, what.layouts, what.tokens
+  with store.resume(*args) or store.create(*args, journal=True) as writer:
+    last = {k: artifact.geometry(what.fields, v).blocks[-1].number + 1
+            for k, v in what.layouts.items()}
+    first = {k: artifact.geometry(what.fields, v).blocks[0].number
+             + writer.done(k) for k, v in what.layouts.items()}
+    for index in range(min(first.values()), max(last.values())):
+      for kind in what.layouts:
+        if index >= first[kind] and (kind, index) in what.blocks:
+          writer.write_block(kind, index, what.blocks[kind, index])
+      if index % every == 0:
+        writer.checkpoint(f'state {index}'.encode())
+    return writer.commit(last_logits_sha256=LOGITS, outer={})
+
+
+def kill_journaled(root: str, rounds: int) -> None:
+  """Kills a deposit `rounds` times, each time after a few more checkpoints.
+
+  Prints how many blocks each process found done, and the id in the end.
+  """
+  chance = random.Random(0)
+  what = case(end=3000)
+  base = pathlib.Path(root, 'a', what.fields.key)
+
+  def checkpoints() -> int:
+    return len([p for p in base.glob('*/journal/*') if p.name.isdigit()])
+
+  def process():
+    writer = store_lib.Store(root).resume(
+        what.fields, what.layouts, what.tokens)
+    os.write(1, f'{writer.done("global") if writer else 0}\n'.encode())
+    return journaled(root, what).id
+
+  for _ in range(rounds):
+    wanted = checkpoints() + chance.randint(1, 5)
+    pid = _fork(process)
+    while checkpoints() < wanted:
+      time.sleep(0.001)
+    time.sleep(chance.uniform(0, 0.01))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+  os.waitpid(_fork(process), 0)
+
+
+def resume_twice(root: str, end: int) -> None:
+  """Two processes go on with one attempt at once; prints both outcomes."""
+  what = case(end=end)
+  gate, opener = os.pipe()
+
+  def enter(every):
+    os.read(gate, 1)
+    return _outcome(lambda: journaled(root, what, every).id)
+
+  pids = [_fork(lambda e=e: enter(e)) for e in (2, 3)]
+  os.write(opener, b'xx')
+  for pid in pids:
+    os.waitpid(pid, 0)
+
+
+def small_journaled(root: str, limit: int) -> None:
+  """Deposits with a journal while no file may grow beyond `limit` bytes."""
+  resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+  print(json.dumps(_outcome(lambda: journaled(root, case(end=300)).id)))

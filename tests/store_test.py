@@ -10,8 +10,10 @@ import pathlib
 import blake3
 import numpy as np
 import pytest
+import tensorstore as ts
 
 from kvgraft_jax import artifact
+from kvgraft_jax import blocks
 from kvgraft_jax import errors
 from kvgraft_jax import hashing
 from kvgraft_jax import store as store_lib
@@ -87,11 +89,40 @@ def test_any_range_into_part_of_a_larger_cache(store, start, end):
         assert n == read * 2 * len(layout.layers) * 2 * 16 * 2
 
 
-def test_many_reads_per_block(store, monkeypatch):
-  what = store_helpers.case()
+@pytest.mark.parametrize('most', [1, 5000, 20000])
+def test_reads_of_any_size(store, monkeypatch, most):
+  """Parts of a block, several blocks, and blocks at both edges apart."""
+  what = store_helpers.case(37, 350)
   made = store_helpers.deposit(store, what)
-  monkeypatch.setattr(store_lib, '_READ_BYTES', 1)
+  monkeypatch.setattr(blocks, '_READ_BYTES', most)
   store_helpers.check(store, made, what)
+  for lo, hi in ((40, 340), (64, 340), (40, 320), (64, 320), (40, 42)):
+    for verify in (True, False):
+      found = store_helpers.read(store, made, 'global', lo, hi, verify)
+      assert found.tobytes() == what.rows('global')[
+          :, :, lo - 37:hi - 37].tobytes()
+
+
+@pytest.mark.parametrize('kind', ['sliding', 'global'])
+def test_some_layers(store, kind):
+  what = store_helpers.case(37, 200)
+  made = store_helpers.deposit(store, what)
+  count = len(what.layouts[kind].layers)
+  for layers in (slice(0, 1), slice(1, 2), slice(1, None), slice(-1, None),
+                 slice(0, 99), slice(None), None):
+    for verify in (True, False):
+      rows = what.rows(kind)[layers or slice(None), :, 13:140]
+      out = np.zeros((2, len(rows), 127, 2, 16), np.uint16)
+      read = store.read(
+          made, kind, 50, 177, *out, layers=layers, verify=verify)
+      assert out.swapaxes(0, 1).tobytes() == rows.tobytes()
+      assert read == out.nbytes + (verify * len(rows) * (13 + 15) * 128)
+  out = np.zeros((2, 1, 10, 2, 16), np.uint16)
+  for layers in (slice(0, 0), slice(count, None), slice(0, None, 2)):
+    with pytest.raises(errors.UsageError, match='layers are'):
+      store.read(made, kind, 50, 60, *out, layers=layers)
+  with pytest.raises(errors.UsageError, match='output is'):
+    store.read(made, kind, 50, 60, *out, layers=slice(0, 2))
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
@@ -136,7 +167,7 @@ def test_another_zarr_reader_sees_the_same_bits(store, tmp_path):
   what = store_helpers.case(37, 100)
   made = store_helpers.deposit(store, what)
   path = tmp_path / 'store' / 'a' / made.key / made.attempt / 'global'
-  array = store_lib.ts.open({
+  array = ts.open({
       'driver': 'zarr3', 'kvstore': {'driver': 'file', 'path': str(path)},
   }).result()
   first = array.spec().to_json()['metadata']['attributes']['first_position']
@@ -271,7 +302,7 @@ def test_abandoned_deposit_is_removed(url):
   with store.create(what.fields, what.layouts, what.tokens) as writer:
     writer.write_block('global', 0, what.blocks['global', 0])
   assert store.list() == []
-  assert store._list('a/') == []
+  assert store._kv.list('a/') == []
   store_helpers.check(store, store_helpers.deposit(store, what), what)
 
 

@@ -131,8 +131,31 @@ def load_model(args: Any, manifest: Any = None) -> kvgraft_jax.Model:
     update = bar.callback
     return kvgraft_jax.load_model(
         args.model, dtype=args.dtype, chunk=args.chunk, tile=args.tile,
-        page=args.page, capacity=args.capacity, check=check,
+        page=args.page, capacity=args.capacity,
+        allow_beyond_trained=args.allow_beyond_trained, check=check,
         progress=update and (lambda case, done, total: update(done, total)))
+
+
+def streaming(args: Any, wanted: bool = False) -> Any:
+  """Returns the `Streaming` that the flags ask for, or None.
+
+  Args:
+    args: with `flags.stream`.
+    wanted: whether it is asked for by another flag.
+
+  Raises:
+    UsageError: if a size cannot be read, or only one for the host is given.
+  """
+  device, host = args.device_kv_bytes, args.host_kv_bytes
+  if device is None and not wanted:
+    if host is not None:
+      raise errors.UsageError('--host_kv_bytes needs --device_kv_bytes')
+    return None
+  from kvgraft_jax import memory  # Imports jax; --help does not.
+  from kvgraft_jax import streaming as streaming_lib
+  return streaming_lib.Streaming(
+      device and memory.parse_bytes(device, 'device_kv_bytes'),
+      host and memory.parse_bytes(host, 'host_kv_bytes'))
 
 
 def load_tokenizer(spec: str) -> Any:

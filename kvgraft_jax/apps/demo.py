@@ -137,8 +137,8 @@ def _deposit(args: Any, document: str, store: str) -> dict[str, Any]:
   command = [
       sys.executable, '-m', 'kvgraft_jax.apps.deposit', f'--store={store}',
       f'--text_file={document}']
-  for name in ('model', 'dtype', 'capacity', 'chunk', 'tile', 'page',
-               'threads'):
+  for name in ('model', 'dtype', 'capacity', 'allow_beyond_trained', 'chunk',
+               'tile', 'page', 'threads'):
     value = getattr(args, name)
     if value is not None:
       command.append(f'--{name}={value}')

@@ -32,6 +32,11 @@ def define(fv: absl_flags.FlagValues) -> None:
   absl_flags.DEFINE_enum(
       'sliding', 'full', ['full', 'window'], 'Sliding layers: keep every'
       ' block, or what a continuation at the end can see.', flag_values=fv)
+  absl_flags.DEFINE_boolean(
+      'stream', False, 'Write each block as soon as it is computed, in constant'
+      ' device memory; after an interruption the same command goes on where it'
+      ' was. The artifact is the same.', flag_values=fv)
+  flags.stream(fv)
   flags.block(fv)
   flags.model(fv)
 
@@ -40,6 +45,9 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   """Deposits; returns exit code and JSON."""
   if args.parent_length is not None and not args.parent:
     raise errors.UsageError('--parent_length needs --parent')
+  streaming = common.streaming(args, args.stream)
+  if streaming and not args.stream:
+    raise errors.UsageError('--device_kv_bytes needs --stream here')
   what = inputs.require_request(args, 'text_file')
   store = common.open_store(args, create=True)
   parent = store.find(args.parent) if args.parent else None
@@ -62,7 +70,8 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
     made = kvgraft_jax.deposit(
         model, store, ids, parent, sliding=args.sliding, name=args.name,
         parent_length=args.parent_length, block=args.block,
-        provenance=_provenance(args), progress=bar.callback)
+        provenance=_provenance(args), streaming=streaming,
+        progress=bar.callback)
   seconds = time.perf_counter() - began
   common.note(
       f'{made.id[:12]}: '
@@ -72,6 +81,7 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   return 0, {
       'artifact': made.id, 'key': made.key, 'name': made.name,
       'tokens': len(ids), 'tokens_computed': made.tokens_computed,
+      'tokens_resumed': made.tokens_resumed,
       'bytes': made.manifest.nbytes, 'start': made.manifest.fields.start,
       'end': made.manifest.fields.end, 'sliding': args.sliding,
       'block': made.manifest.fields.block, 'existed': made.existed,

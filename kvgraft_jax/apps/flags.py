@@ -24,8 +24,16 @@ def common(fv: flags.FlagValues) -> None:
       'traceback', False, 'Show where an error came from.', flag_values=fv)
 
 
-def model(fv: flags.FlagValues, *, one_dtype: bool = True) -> None:
-  """Defines the model and its numerics; of one dtype, or without it."""
+def model(
+    fv: flags.FlagValues, *, one_dtype: bool = True, beyond: bool = True
+) -> None:
+  """Defines the model and its numerics.
+
+  Args:
+    fv: flags of the command.
+    one_dtype: with --dtype and what depends on its being one.
+    beyond: with --allow_beyond_trained.
+  """
   flags.DEFINE_string(
       'model', 'gemma3-270m', 'gemma3-270m, a Hugging Face or Orbax directory,'
       ' a .gguf file, tiny:SEED, tiny-gemma4-SIZE:SEED or random:PRESET:SEED.',
@@ -37,6 +45,11 @@ def model(fv: flags.FlagValues, *, one_dtype: bool = True) -> None:
     flags.DEFINE_integer(
         'capacity', None, "Most positions of a context; the model's by"
         ' default.', lower_bound=1, flag_values=fv)
+  if one_dtype and beyond:
+    flags.DEFINE_boolean(
+        'allow_beyond_trained', False, 'Let a context be longer than the model'
+        ' was trained for, up to 16,777,216 positions: just as exact, but what'
+        ' the model makes of it is untried.', flag_values=fv)
   for name, what in (
       ('chunk', 'Rows of a prefill step'), ('tile', 'Rows of a decode step'),
       ('page', 'Positions of an attention partial')):
@@ -127,6 +140,19 @@ def block(fv: flags.FlagValues) -> None:
       lower_bound=1, flag_values=fv)
 
 
+def stream(fv: flags.FlagValues) -> None:
+  """Defines the memory of a streamed context; see `memory.parse_bytes`."""
+  flags.DEFINE_string(
+      'device_kv_bytes', None, 'Stream the context: at most so many bytes of'
+      ' keys and values on the device, such as 48MB or 1.5GiB, however long it'
+      ' is; the others flow through from host memory and store. Without it all'
+      ' of them are on the device.', flag_values=fv)
+  flags.DEFINE_string(
+      'host_kv_bytes', None, 'With --device_kv_bytes: at most so many bytes of'
+      ' them in host memory; the others are read from the store. Half of the'
+      ' memory that is available by default.', flag_values=fv)
+
+
 def sampling(fv: flags.FlagValues) -> None:
   """Defines how tokens are chosen."""
   flags.DEFINE_integer(
@@ -158,6 +184,7 @@ def _shared() -> frozenset[str]:
   text(fv)
   messages(fv)
   block(fv)
+  stream(fv)
   sampling(fv)
   return frozenset(fv)
 

@@ -64,7 +64,7 @@ def define(fv: absl_flags.FlagValues) -> None:
       flag_values=fv)
   absl_flags.DEFINE_boolean(
       'resume', False, 'Go on with the run in run_dir.', flag_values=fv)
-  flags.model(fv)
+  flags.model(fv, beyond=False)
 
 
 def run(args: Any) -> tuple[int, dict[str, Any]]:

@@ -23,13 +23,14 @@ COMMANDS = {
     'plan': 'memory and storage that a model needs, without loading it',
     'flywheel': 'solve a dataset, keep what is verified, ask it again',
     'library': 'keep verified solutions: add, list, verify again, export',
+    'corpus': 'many passages: deposit them, route a question to one, answer',
     'evidence': 'measure what is exact here and what is not, into a ledger',
     'ledger': 'check, register, repeat and compare recorded runs',
     'report': 'show a recorded run as one HTML page',
     'ls': 'list a store',
     'show': 'everything about one artifact',
 }
-WITH_ACTIONS = ('ledger', 'library')
+WITH_ACTIONS = ('corpus', 'ledger', 'library')
 
 
 def usage() -> str:

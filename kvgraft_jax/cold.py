@@ -1,0 +1,231 @@
+"""Cold positions of a streamed context: in host memory and in stores.
+
+A streamed context holds on the device only the last positions of its global
+layers. The ones in front are cold: rows that left the device are in host
+memory until a store holds them too, and what is read from a store stays in
+host memory as far as `host_kv_bytes` allows. What came first stays: a step
+reads every cold position once, in the same order, so evicting the oldest would
+always evict what is needed next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import dataclasses
+import threading
+
+import numpy as np
+
+from kvgraft_jax import errors
+from kvgraft_jax import memory
+
+# Called with (rows of the global layers, start, stop, K out, V out); fills
+# both, [layers, stop - start, K, H], and returns the bytes that it read.
+Read = Callable[[slice, int, int, np.ndarray, np.ndarray], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Backing:
+  """Positions [start, stop) that a store holds.
+
+  Attributes:
+    start: first position.
+    stop: one past the last one.
+    block: positions of a stored block.
+    read: reads them.
+  """
+
+  start: int
+  stop: int
+  block: int
+  read: Read
+
+
+@dataclasses.dataclass(frozen=True)
+class _Extent:
+  """Rows [start, stop) of all global layers in host memory, [L, n, K, H]."""
+
+  start: int
+  stop: int
+  k: np.ndarray
+  v: np.ndarray
+
+  @property
+  def nbytes(self) -> int:
+    return self.k.nbytes + self.v.nbytes
+
+
+class Cold:
+  """Keys and values of positions [0, stop) of the global layers.
+
+  Attributes:
+    stop: one past the last position that is held.
+    group: positions of a request that is worth keeping.
+    host_kv_bytes: most bytes held in host memory.
+    peak_host_bytes: most that were.
+    store_bytes: bytes read from stores so far.
+    store_blocks: blocks read from stores so far, each layer's counted.
+  """
+
+  def __init__(
+      self, shape: tuple[int, int, int], element: np.dtype, group: int,
+      host_kv_bytes: int,
+  ):
+    """Holds nothing yet.
+
+    Args:
+      shape: (global layers L, kv heads K, head dim H).
+      element: type of a bit pattern.
+      group: positions of a request.
+      host_kv_bytes: most bytes to hold in host memory.
+    """
+    self._shape = shape
+    self._element = element
+    self.group = group
+    self.host_kv_bytes = host_kv_bytes
+    self.stop = 0
+    self.peak_host_bytes = self.store_bytes = self.store_blocks = 0
+    self._own: list[_Extent] = []
+    self._backings: list[Backing] = []
+    # (layer row, start) of a whole group that was read from a store.
+    self._kept: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+    self._host_bytes = 0
+    self._lock = threading.Lock()
+
+  def copy(self) -> Cold:
+    """Returns an independent one that shares the arrays."""
+    other = Cold(self._shape, self._element, self.group, self.host_kv_bytes)
+    with self._lock:
+      for name, value in vars(self).items():
+        if name != '_lock':
+          copied = isinstance(value, (list, dict))
+          setattr(other, name, value.copy() if copied else value)
+    return other
+
+  @property
+  def host_bytes(self) -> int:
+    """Bytes in host memory now."""
+    return self._host_bytes
+
+  def _backed(self, start: int, stop: int) -> bool:
+    at = start
+    for b in self._backings:
+      if b.start <= at < b.stop:
+        at = b.stop
+    return at >= stop
+
+  def _drop(self, wanted: int) -> None:
+    """Frees at least `wanted` bytes that a store holds too, if it can."""
+    while wanted > 0 and self._kept:
+      _, pair = self._kept.popitem()
+      freed = pair[0].nbytes + pair[1].nbytes
+      self._host_bytes -= freed
+      wanted -= freed
+    for extent in reversed(list(self._own)):
+      if wanted <= 0:
+        return
+      if self._backed(extent.start, extent.stop):
+        self._own.remove(extent)
+        self._host_bytes -= extent.nbytes
+        wanted -= extent.nbytes
+
+  def make_room(self, positions: int) -> None:
+    """Makes room in host memory for the rows of so many more positions.
+
+    Raises:
+      CapacityError: if what no store holds leaves none; nothing is lost then.
+    """
+    layers, heads, dim = self._shape
+    needed = 2 * layers * heads * dim * positions * self._element.itemsize
+    with self._lock:
+      self._drop(self._host_bytes + needed - self.host_kv_bytes)
+      total = self._host_bytes + needed
+    if total > self.host_kv_bytes:
+      raise errors.CapacityError(
+          f'host_kv_bytes: {memory.human(total)} of the keys and values of'
+          f' {self.stop + positions} positions would be there, expected at most {memory.human(self.host_kv_bytes)}; raise --host_kv_bytes,'
+          ' or deposit with --stream, which keeps them in the store')
+
+  def append(self, k: np.ndarray, v: np.ndarray) -> None:
+    """Takes over rows [stop, stop + n) of all layers, each [L, n, K, H]."""
+    extent = _Extent(self.stop, self.stop + k.shape[1], k, v)
+    with self._lock:
+      self._own.append(extent)
+      self._host_bytes += extent.nbytes
+      self.stop = extent.stop
+      self.peak_host_bytes = max(self.peak_host_bytes, self._host_bytes)
+
+  def back(self, backing: Backing) -> None:
+    """Learns that a store holds some positions, which may reach past `stop`.
+
+    A backing that begins where another one does takes its place.
+    """
+    with self._lock:
+      self._backings = sorted(
+          [b for b in self._backings if b.start != backing.start] + [backing],
+          key=lambda b: b.start)
+      self._drop(self._host_bytes - self.host_kv_bytes)
+
+  def fill(
+      self, row: int, start: int, stop: int, k: np.ndarray, v: np.ndarray
+  ) -> None:
+    """Copies positions [start, stop) of one layer into `k` and `v`, [n, K, H].
+
+    Raises:
+      KvgraftError: as `Store.read` does; nothing else has changed then.
+    """
+    with self._lock:
+      kept = self._kept.get((row, start))
+    if kept is not None and stop - start == self.group:
+      k[...], v[...] = kept
+      return
+    read = self._fill(slice(row, row + 1), start, stop, k[None], v[None])
+    if stop - start != self.group or not read:
+      return
+    with self._lock:
+      room = self.host_kv_bytes - self._host_bytes
+      if k.nbytes + v.nbytes <= room and (row, start) not in self._kept:
+        self._kept[row, start] = k.copy(), v.copy()
+        self._host_bytes += k.nbytes + v.nbytes
+        self.peak_host_bytes = max(self.peak_host_bytes, self._host_bytes)
+
+  def rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns K and V of all layers at [start, stop), each [L, n, K, H].
+
+    None of them where `stop` is in front of `start`.
+    """
+    stop = max(start, stop)
+    layers, heads, dim = self._shape
+    k, v = (np.empty((layers, stop - start, heads, dim), self._element)
+            for _ in range(2))
+    if start < stop:
+      self._fill(slice(0, layers), start, stop, k, v)
+    return k, v
+
+  def _fill(self, layers: slice, start, stop, k, v) -> bool:
+    """Fills all of [layers, start:stop); tells if a store was all it read."""
+    with self._lock:
+      own, backings = list(self._own), list(self._backings)
+    at, only = start, True
+    while at < stop:
+      extent = next((e for e in own if e.start <= at < e.stop), None)
+      if extent is not None:
+        end, only = min(stop, extent.stop), False
+        there = slice(at - extent.start, end - extent.start)
+        here = slice(at - start, end - start)
+        k[:, here] = extent.k[layers, there]
+        v[:, here] = extent.v[layers, there]
+        at = end
+        continue
+      backing = next((b for b in backings if b.start <= at < b.stop), None)
+      if backing is None:
+        raise AssertionError(f'cold position {at} is nowhere')
+      end = min([stop, backing.stop] + [e.start for e in own if e.start > at])
+      here = slice(at - start, end - start)
+      nbytes = backing.read(layers, at, end, k[:, here], v[:, here])
+      blocks = -(-end // backing.block) - at // backing.block
+      with self._lock:
+        self.store_bytes += nbytes
+        self.store_blocks += blocks * (layers.stop - layers.start)
+      at = end
+    return only

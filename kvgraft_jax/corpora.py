@@ -1,0 +1,484 @@
+"""The index of a corpus: documents and passages, in one SQLite file.
+
+A passage's text is kept here, its KV state in a store, where its key finds it.
+A document that is being added or changed is a draft until all of its passages
+are deposited; until then, readers see what was there before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import sqlite3
+from typing import Any
+import urllib.parse
+
+from kvgraft_jax import errors
+from kvgraft_jax import hashing
+from kvgraft_jax import passages as passages_lib
+
+FILE = 'corpus.sqlite'
+FORMAT = 1
+Path = str | os.PathLike[str]
+
+_APPLICATION = 0x6B766370  # 'kvcp'.
+_WAIT_S = 60
+_PAGE = 200  # Passages that are read at once.
+
+_SCHEMA = (
+    'CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL)',
+    'CREATE TABLE documents (number INTEGER PRIMARY KEY AUTOINCREMENT,'
+    ' path TEXT NOT NULL, sha256 TEXT NOT NULL, title TEXT NOT NULL,'
+    ' bytes INTEGER NOT NULL, live INTEGER NOT NULL, UNIQUE (path, sha256))',
+    'CREATE UNIQUE INDEX one_live ON documents (path) WHERE live',
+    'CREATE TABLE passages (document INTEGER NOT NULL REFERENCES documents'
+    ' ON DELETE CASCADE, ordinal INTEGER NOT NULL, id TEXT NOT NULL,'
+    ' heading TEXT NOT NULL, headings TEXT NOT NULL, start INTEGER NOT NULL,'
+    ' stop INTEGER NOT NULL, text TEXT NOT NULL, text_sha256 TEXT NOT NULL,'
+    ' tokens INTEGER NOT NULL, key TEXT NOT NULL REFERENCES artifacts,'
+    ' PRIMARY KEY (document, ordinal))',
+    'CREATE INDEX by_id ON passages (id)',
+    'CREATE INDEX by_key ON passages (key)',
+    'CREATE TABLE artifacts (key TEXT PRIMARY KEY, id TEXT NOT NULL,'
+    ' bytes INTEGER NOT NULL)',
+    # Counts changes of what readers see.
+    "INSERT INTO settings VALUES ('version', '0')",
+    f'PRAGMA application_id = {_APPLICATION}',
+    f'PRAGMA user_version = {FORMAT}',
+)
+_BUMP = ("UPDATE settings SET value = CAST(value AS INTEGER) + 1 WHERE name ="
+         " 'version'")
+_COLUMNS = ('p.id, d.path, p.ordinal, d.title, p.heading, p.headings, p.start,'
+            ' p.stop, p.text, p.text_sha256, p.tokens, p.key, a.id')
+_FROM = ('FROM passages p JOIN documents d ON d.number = p.document'
+         ' JOIN artifacts a ON a.key = p.key')
+
+
+@dataclasses.dataclass(frozen=True)
+class Passage:
+  """A passage that is deposited.
+
+  Attributes:
+    id: hash of source, ordinal and text.
+    source: path of its document.
+    ordinal: place in the document, from 0.
+    title: of the document.
+    heading: the last one at or in front of its start; '' without one.
+    headings: those that stand in it.
+    start: its first character in the document.
+    stop: one past its last one.
+    text: of the passage.
+    tokens: ids of the context, bos included.
+    key: of the artifact.
+    artifact: id of the artifact.
+  """
+
+  id: str
+  source: str
+  ordinal: int
+  title: str
+  heading: str
+  headings: tuple[str, ...]
+  start: int
+  stop: int
+  text: str
+  tokens: int
+  key: str
+  artifact: str
+
+  @property
+  def place(self) -> str:
+    """Source and ordinal, which are an address."""
+    return f'{self.source}#{self.ordinal}'
+
+  def about(self) -> dict[str, Any]:
+    """Returns what a result says of a passage."""
+    return {'passage': self.id, 'title': self.title, 'heading': self.heading,
+            'source': self.source, 'ordinal': self.ordinal,
+            'start': self.start, 'stop': self.stop, 'tokens': self.tokens,
+            'artifact': self.artifact}
+
+
+def passage_id(source: str, ordinal: int, text: str) -> str:
+  """Returns the id of a passage."""
+  return hashing.json_sha256('kvgraft.passage', [source, ordinal, text])
+
+
+class Corpus:
+  """A corpus in a directory. A context manager; one thread uses it.
+
+  Two processes may build at the same time, and one that is killed at any moment
+  leaves what was there before its last transaction, or after it.
+  """
+
+  def __init__(self, path: Path, create: bool = False):
+    """Opens a corpus.
+
+    Args:
+      path: of its directory.
+      create: begin one where there is none.
+
+    Raises:
+      NotFoundError: if there is none.
+      UsageError: if the file is another program's.
+      DamageError: if it is no database.
+      StorageError: if it cannot be opened.
+    """
+    self._folder = pathlib.Path(path)
+    self.file = self._folder / FILE
+    if create:
+      try:
+        self._folder.mkdir(parents=True, exist_ok=True)
+      except OSError as e:
+        raise errors.StorageError(
+            f'{self._folder}: {e.strerror}; check the path and its permissions'
+        ) from None
+    elif not os.path.lexists(self.file):
+      raise errors.NotFoundError(
+          f'{self._folder}: there is no {FILE}; give the directory of a corpus,'
+          ' or build one with `kvgraft corpus build`')
+    quoted = urllib.parse.quote(os.fspath(self.file.absolute()))
+    mode = 'rwc' if create else 'rw'
+    with self._guard():
+      self._db = sqlite3.connect(
+          f'file:{quoted}?mode={mode}', uri=True, timeout=_WAIT_S,
+          isolation_level=None)
+    try:
+      self._open(create)
+    except BaseException:
+      self.close()
+      raise
+
+  def __enter__(self) -> Corpus:
+    return self
+
+  def __exit__(self, *unused_exc_info) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Closes the file; calling it again does nothing."""
+    self._db.close()
+
+  @property
+  def path(self) -> pathlib.Path:
+    """The corpus's directory."""
+    return self._folder
+
+  # The file.
+
+  def _open(self, create: bool) -> None:
+    with self._guard():
+      self._db.execute('PRAGMA synchronous = EXTRA')
+      self._db.execute('PRAGMA foreign_keys = ON')
+      kind = self._value('PRAGMA application_id')
+      if not kind and not self._value('SELECT count(*) FROM sqlite_master'):
+        if not create:
+          raise errors.NotFoundError(
+              f'{self.file}: holds nothing yet; build the corpus')
+        with self._transaction():
+          if not self._value('SELECT count(*) FROM sqlite_master'):
+            for statement in _SCHEMA:
+              self._db.execute(statement)
+        kind = self._value('PRAGMA application_id')
+      version = self._value('PRAGMA user_version')
+    if (kind, version) != (_APPLICATION, FORMAT):
+      raise errors.UsageError(
+          f'{self.file}: is a database of another program or version (kind'
+          f' {kind}, version {version}), expected a corpus of version'
+          f' {FORMAT}; choose another directory')
+
+  def _value(self, sql: str, *values: Any) -> Any:
+    row = self._db.execute(sql, values).fetchone()
+    return row and row[0]
+
+  @contextlib.contextmanager
+  def _guard(self) -> Iterator[None]:
+    """Makes one line of what SQLite raises."""
+    try:
+      yield
+    except sqlite3.Error as e:
+      text = str(e)
+      if isinstance(e, sqlite3.ProgrammingError):
+        raise errors.UsageError(
+            f'{self._folder}: the corpus is closed ({text}); open it'
+        ) from None
+      if isinstance(e, sqlite3.OperationalError) and not any(
+          word in text for word in ('no such', 'malformed')):
+        raise errors.StorageError(
+            f'{self.file}: {text}; nothing was changed: check its'
+            ' permissions, the space, and whether another process holds it'
+        ) from None
+      raise self._damage(text) from None
+
+  def _damage(self, what: str) -> errors.DamageError:
+    return errors.DamageError(
+        f'{self.file}: {what}; restore it from a copy, or remove it and build'
+        ' again: what is in the store is not computed again')
+
+  @contextlib.contextmanager
+  def _transaction(self) -> Iterator[None]:
+    """Writes all or nothing."""
+    with self._guard():
+      self._db.execute('BEGIN IMMEDIATE')
+      try:
+        yield
+        self._db.execute('COMMIT')
+      except BaseException:
+        if self._db.in_transaction:
+          self._db.execute('ROLLBACK')
+        raise
+
+  def _rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+    with self._guard():
+      return self._db.execute(sql, values).fetchall()
+
+  # Settings.
+
+  @property
+  def version(self) -> int:
+    """Changes whenever what readers see does."""
+    with self._guard():
+      return int(self._value(
+          "SELECT value FROM settings WHERE name = 'version'"))
+
+  @property
+  def settings(self) -> dict[str, str]:
+    """What the corpus was built with; empty before the first build."""
+    return dict(self._rows(
+        "SELECT name, value FROM settings WHERE name != 'version'"))
+
+  def settle(self, settings: Mapping[str, str]) -> None:
+    """Sets the settings of a new corpus, or compares those of an old one.
+
+    Raises:
+      UsageError: naming the first setting that differs.
+    """
+    with self._transaction():
+      if not self.settings:
+        self._db.executemany(
+            'INSERT INTO settings VALUES (?, ?)', list(settings.items()))
+    found = self.settings
+    for name, value in settings.items():
+      if found.get(name) != value:
+        raise errors.UsageError(
+            f'{self._folder}: {name} differs, the corpus was built with'
+            f' {found.get(name)!s:.80}, found {value:.80}; use the same, or'
+            ' build another corpus in a new directory')
+
+  # Building.
+
+  def documents(self) -> dict[str, str]:
+    """Returns path -> sha256 of the documents that readers see."""
+    return dict(self._rows('SELECT path, sha256 FROM documents WHERE live'))
+
+  def begin(self, document: passages_lib.Document) -> int:
+    """Begins, or goes on with, a draft; drops other drafts of its path.
+
+    Returns:
+      The number of the draft.
+    """
+    with self._transaction():
+      self._db.execute(
+          'DELETE FROM documents WHERE path = ? AND sha256 != ? AND NOT live',
+          (document.path, document.sha256))
+      self._db.execute(
+          'INSERT OR IGNORE INTO documents (path, sha256, title, bytes, live)'
+          ' VALUES (?, ?, ?, ?, 0)',
+          (document.path, document.sha256, document.title,
+           len(document.text.encode())))
+      return self._value(
+          'SELECT number FROM documents WHERE path = ? AND sha256 = ?',
+          document.path, document.sha256)
+
+  def deposited(self, number: int) -> set[int]:
+    """Returns the ordinals of the passages that a draft has."""
+    return {ordinal for ordinal, in self._rows(
+        'SELECT ordinal FROM passages WHERE document = ?', number)}
+
+  def add(
+      self, number: int, ordinal: int, passage: passages_lib.Passage, *,
+      tokens: int, key: str, artifact: str, nbytes: int,
+  ) -> None:
+    """Adds a passage that was deposited to a draft.
+
+    Args:
+      number: of the draft.
+      ordinal: place in the document, from 0.
+      passage: the piece.
+      tokens: of its context.
+      key: of the artifact.
+      artifact: its id.
+      nbytes: of its data files.
+
+    Raises:
+      StorageError: if another process dropped the draft.
+    """
+    with self._transaction():
+      path = self._path_of(number)
+      self._db.execute('INSERT OR IGNORE INTO artifacts VALUES (?, ?, ?)',
+                       (key, artifact, nbytes))
+      self._db.execute(
+          'INSERT OR IGNORE INTO passages VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?,'
+          ' ?)',
+          (number, ordinal, passage_id(path, ordinal, passage.text),
+           passage.heading, json.dumps(passage.headings), passage.start,
+           passage.stop, passage.text, _text_sha256(passage.text), tokens, key))
+
+  def publish(self, number: int) -> None:
+    """Shows a whole draft to readers, in the place of what was there.
+
+    Raises:
+      StorageError: if another process dropped the draft.
+    """
+    with self._transaction():
+      self._db.execute('DELETE FROM documents WHERE number != ? AND path = ?',
+                       (number, self._path_of(number)))
+      self._db.execute(
+          'UPDATE documents SET live = 1 WHERE number = ?', (number,))
+      self._db.execute(_BUMP)
+
+  def _path_of(self, number: int) -> str:
+    path = self._value('SELECT path FROM documents WHERE number = ?', number)
+    if path is None:
+      raise errors.StorageError(
+          f'{self.file}: another build has replaced this document meanwhile;'
+          ' build again')
+    return path
+
+  def remove(self, paths: Iterable[str]) -> None:
+    """Removes documents, drafts included; their artifacts stay in the store."""
+    with self._transaction():
+      self._db.executemany('DELETE FROM documents WHERE path = ?',
+                           [(path,) for path in paths])
+      self._db.execute(_BUMP)
+
+  def drafts(self) -> list[str]:
+    """Returns the paths of all drafts."""
+    return [path for path, in self._rows(
+        'SELECT path FROM documents WHERE NOT live')]
+
+  # Reading.
+
+  def passages(self, source: str | None = None) -> Iterator[Passage]:
+    """Yields the passages in order, all or those of one document.
+
+    Raises:
+      DamageError: if a text is not what was written.
+    """
+    after: tuple[str, int] = ('', -1)
+    where = 'd.live AND (d.path, p.ordinal) > (?, ?)'
+    given = [] if source is None else [source]
+    if given:
+      where += ' AND d.path = ?'
+    while found := self._find(
+        f'{where} ORDER BY d.path, p.ordinal LIMIT {_PAGE}', *after, *given):
+      yield from found
+      after = found[-1].source, found[-1].ordinal
+
+  def places(self) -> list[tuple[str, int]]:
+    """Returns source and ordinal of all passages, in order."""
+    return self._rows(
+        f'SELECT d.path, p.ordinal {_FROM} WHERE d.live'
+        ' ORDER BY d.path, p.ordinal')
+
+  def at(self, source: str, ordinal: int) -> Passage:
+    """Returns one passage.
+
+    Raises:
+      NotFoundError: if there is none.
+    """
+    found = self._find(
+        'd.live AND d.path = ? AND p.ordinal = ?', source, ordinal)
+    if not found:
+      raise errors.NotFoundError(
+          f'{self._folder}: there is no passage {source}#{ordinal} any more;'
+          ' ask again')
+    return found[0]
+
+  def by_id(self, prefix: str) -> list[Passage]:
+    """Returns the passages whose ids begin with these hex digits."""
+    return self._find('d.live AND p.id >= ? AND p.id < ?',
+                      prefix, prefix + 'g')
+
+  def names(self) -> list[tuple[str, int, str, tuple[str, ...]]]:
+    """Returns source, ordinal, title, headings of all passages, in order."""
+    return [(path, ordinal, title, tuple(json.loads(headings)))
+            for path, ordinal, title, headings in self._rows(
+                f'SELECT d.path, p.ordinal, d.title, p.headings {_FROM}'
+                ' WHERE d.live ORDER BY d.path, p.ordinal')]
+
+  def _find(self, where: str, *values: Any) -> list[Passage]:
+    return [self._passage(*row) for row in self._rows(
+        f'SELECT {_COLUMNS} {_FROM} WHERE {where}', *values)]
+
+  def _passage(
+      self, name: str, source: str, ordinal: int, title: str, heading: str,
+      headings: str, start: int, stop: int, text: str, text_sha256: str,
+      *rest: Any,
+  ) -> Passage:
+    if (_text_sha256(text) != text_sha256
+        or passage_id(source, ordinal, text) != name):
+      raise self._damage(
+          f'passage {source}#{ordinal} is not what was written')
+    return Passage(name, source, ordinal, title, heading,
+                   tuple(json.loads(headings)), start, stop, text, *rest)
+
+  # Checking.
+
+  def check(self) -> None:
+    """Checks the file and every passage.
+
+    Raises:
+      DamageError: naming what is not as it was written.
+    """
+    with self._guard():
+      said = self._value('PRAGMA integrity_check(1)')
+    if said != 'ok':
+      raise self._damage(' '.join(str(said).split())[:200])
+    sizes = dict(self._rows('SELECT path, bytes FROM documents WHERE live'))
+    end = dict.fromkeys(sizes, 0)
+    for passage in self.passages():
+      if passage.start != end[passage.source]:
+        raise self._damage(f'a passage in front of {passage.place} is missing')
+      end[passage.source] = passage.stop
+      sizes[passage.source] -= len(passage.text.encode())
+    for source, left in sizes.items():
+      if left:
+        raise self._damage(f'the last passage of {source} is missing')
+
+  def stats(self) -> dict[str, Any]:
+    """Returns counts, sizes and settings.
+
+    `unused` are artifacts in the store that no passage needs any more, as
+    far as this corpus deposited them; `drafts` are documents that a build
+    has not finished.
+    """
+    def one(sql: str) -> Sequence[Any]:
+      return self._rows(sql)[0]
+
+    documents, text_bytes = one(
+        'SELECT count(*), coalesce(sum(bytes), 0) FROM documents WHERE live')
+    count, tokens, least, most = one(
+        'SELECT count(*), coalesce(sum(p.tokens), 0), coalesce(min(p.tokens),'
+        f' 0), coalesce(max(p.tokens), 0) {_FROM} WHERE d.live')
+    used = 'SELECT key FROM passages'
+    sizes = 'SELECT count(*), coalesce(sum(bytes), 0) FROM artifacts WHERE key'
+    artifacts, artifact_bytes = one(f'{sizes} IN ({used})')
+    unused, unused_bytes = one(f'{sizes} NOT IN ({used})')
+    return {
+        'documents': documents, 'text_bytes': text_bytes, 'passages': count,
+        'tokens': tokens, 'shortest': least, 'longest': most,
+        'artifacts': artifacts, 'artifact_bytes': artifact_bytes,
+        'unused': unused, 'unused_bytes': unused_bytes,
+        'drafts': len(self.drafts()), 'settings': self.settings}
+
+
+def _text_sha256(text: str) -> str:
+  return hashing.sha256('kvgraft.text', text.encode())

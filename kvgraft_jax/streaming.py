@@ -1,0 +1,620 @@
+"""Exact attention over more positions than the device holds.
+
+    positions   0 ............................ base ........... done
+    global      cold: host memory and stores  |  hot: on the device
+    sliding                                      the ring, on the device
+
+A step of a streamed context runs the pieces of the layers between two global
+attentions as programs of their own. At each global attention the cold pages of
+that layer flow, in ascending order, through a few device buffers; their
+partials are made and merged by the code that the in-memory step uses, then
+those of the hot pages, the step's own rows among them. Every product that
+feeds an addition is sealed (see `layers`), so cutting a layer changes no bit;
+the self-test's invariance `stream` measures that.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Generator
+from collections.abc import Iterator
+from collections.abc import Sequence
+from concurrent import futures
+import dataclasses
+import functools
+import hashlib
+import threading
+import time
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from kvgraft_jax import attention
+from kvgraft_jax import cache as cache_lib
+from kvgraft_jax import cold as cold_lib
+from kvgraft_jax import config as config_lib
+from kvgraft_jax import errors
+from kvgraft_jax import memory
+from kvgraft_jax import model as model_lib
+from kvgraft_jax import numerics
+from kvgraft_jax import programs as programs_lib
+from kvgraft_jax import recorder as recorder_lib
+
+# Positions of a device buffer: a dispatch costs as much as some hundred, and
+# beyond some thousand nothing is gained.
+_LONGEST_GROUP = 4096
+# Stored blocks are read whole, so groups are multiples of the usual one.
+_BLOCK = 512
+_BUFFERS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Streaming:
+  """How much memory a streamed context takes.
+
+  Attributes:
+    device_kv_bytes: most bytes of keys and values on the device, the sliding
+      layers' windows included; constant over the context's life. None for as
+      much as makes steps fast: more keeps more positions on the device.
+    host_kv_bytes: most bytes of them in host memory; None for half of what is
+      available when the context begins.
+  """
+
+  device_kv_bytes: int | None = None
+  host_kv_bytes: int | None = None
+
+  def host_limit(self) -> int:
+    """Returns the most bytes in host memory."""
+    if self.host_kv_bytes is not None:
+      return self.host_kv_bytes
+    return (memory.host_bytes() or 1 << 62) // 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """How a budget of device memory is used.
+
+  Attributes:
+    hot: positions of the global layers that stay on the device.
+    group: positions of a buffer through which one global layer flows.
+    buffers: how many there are.
+    device_bytes: keys and values on the device, all in all.
+  """
+
+  hot: int
+  group: int
+  buffers: int
+  device_bytes: int
+
+
+def least_bytes(
+    config: config_lib.ModelConfig, profile: numerics.Profile
+) -> int:
+  """Returns the least device bytes that a streamed context can do with."""
+  return _bytes(config, profile, profile.page + profile.chunk, profile.page, 2)
+
+
+def _bytes(config, profile, hot: int, group: int, buffers: int) -> int:
+  """Returns bytes on the device: rings, hot positions, buffers."""
+  size = np.dtype(cache_lib.BITS[profile.dtype]).itemsize
+  held = sum(2 * size * int(np.prod(shape)) for shape in cache_lib.shapes(
+      config, profile, 1, hot).values())
+  spec = config.spec(config_lib.GLOBAL)
+  return held + 2 * size * spec.kv_heads * spec.head_dim * group * buffers
+
+
+def layout(
+    config: config_lib.ModelConfig, profile: numerics.Profile,
+    device_kv_bytes: int | None = None,
+) -> Layout:
+  """Returns how the global layers share what the sliding windows leave.
+
+  Args:
+    config: architecture.
+    profile: numerics.
+    device_kv_bytes: as in `Streaming`.
+
+  Raises:
+    UsageError: if it is too little.
+  """
+  least = least_bytes(config, profile)
+  if device_kv_bytes is None:
+    device_kv_bytes = _bytes(
+        config, profile, profile.page + profile.chunk, _LONGEST_GROUP, _BUFFERS)
+  if device_kv_bytes < least:
+    raise errors.UsageError(
+        f'device_kv_bytes: expected at least {least} for {config.name} in'
+        f' {profile.dtype} (its sliding windows, {profile.page + profile.chunk}'
+        f' positions of its global layers and two buffers of {profile.page}),'
+        f' found {device_kv_bytes}; raise it, or use a smaller --chunk')
+  page = profile.page
+  grain = max(page, min(_BLOCK, profile.chunk))
+  hot, buffers, group = page + profile.chunk, 2, page
+
+  def fits(hot, group, buffers):
+    return _bytes(config, profile, hot, group, buffers) <= device_kv_bytes
+
+  while group < grain and fits(hot, 2 * group, buffers):
+    group *= 2
+  if fits(hot, group, _BUFFERS):
+    buffers = _BUFFERS
+    while group < _LONGEST_GROUP and fits(hot, 2 * group, buffers):
+      group *= 2
+  a_page = _bytes(config, profile, hot + page, group, buffers) - _bytes(
+      config, profile, hot, group, buffers)
+  spare = device_kv_bytes - _bytes(config, profile, hot, group, buffers)
+  hot += spare // a_page * page
+  return Layout(
+      hot, group, buffers, _bytes(config, profile, hot, group, buffers))
+
+
+def step_rows(profile: numerics.Profile) -> list[int]:
+  """Returns the row counts of streamed steps, ascending, all self-tested."""
+  return sorted({profile.tile, max(profile.tile, min(16, profile.chunk)),
+                 profile.chunk})
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+  """What runs between two attentions over cold pages.
+
+  Attributes:
+    opens: the global layer whose attention it ends; None for the first.
+    whole: sliding layers that it runs.
+    closes: the global layer whose queries it makes; None for the last.
+  """
+
+  opens: int | None
+  whole: tuple[int, ...]
+  closes: int | None
+
+  @property
+  def layers(self) -> tuple[int, ...]:
+    """All layers of which it runs something."""
+    ends = [() if i is None else (i,) for i in (self.opens, self.closes)]
+    return ends[0] + self.whole + ends[1]
+
+
+def segments(
+    config: config_lib.ModelConfig, numbers: range
+) -> list[Segment]:
+  """Cuts successive layers at each global attention."""
+  result: list[Segment] = []
+  opens: int | None = None
+  whole: list[int] = []
+  for i in numbers:
+    if config.layers[i] == config_lib.GLOBAL:
+      result.append(Segment(opens, tuple(whole), i))
+      opens, whole = i, []
+    else:
+      whole.append(i)
+  return result + [Segment(opens, tuple(whole), None)]
+
+
+def run_segment(
+    params: Sequence[model_lib.Params], carry: dict[str, Any],
+    cache: cache_lib.KVCache, where: dict[str, Any], *, segment: Segment,
+    numbers: range, config: config_lib.ModelConfig, profile: numerics.Profile,
+) -> tuple[dict[str, Any], cache_lib.KVCache]:
+  """Runs one segment.
+
+  Args:
+    params: of its layers, in order.
+    carry: of the segment in front: `x` float32 [R, D]; `q`, and `state`, which
+      has seen the cold pages, where it opens; `inputs` [R, n, P] where the
+      model has per-layer inputs. Of the first: `embedder`, and `x` unless it
+      begins with the tokens.
+    cache: rings, and the hot positions as the global layers' slots.
+    where: `tokens` int32 [1, R], `starts` int32 [1], `base` int32 [] (position
+      of slot 0), `rope` as in `model.step`, `rows` int32 [n] and `inputs`
+      int32 [n]: of each layer its row in the caches and in `inputs`.
+    segment: what to run; the layers' numbers matter only through what they
+      have in common with those of other segments of one shape.
+    numbers: all layers of this pass.
+    config: architecture.
+    profile: numerics.
+
+  Returns:
+    What the next segment, or the caller, takes up; and the new cache.
+  """
+  s, start = cache.scalars, where['starts'][0]
+  n_rows = where['tokens'].shape[1]
+  k_cache, v_cache = dict(cache.k), dict(cache.v)
+  spec, kind = config.spec(config_lib.GLOBAL), config_lib.GLOBAL
+  inputs = carry.get('inputs')
+  if 'embedder' in carry:
+    ids = where['tokens'].reshape(-1)
+    embedded = model_lib.embed(carry, ids, s)
+    x = carry.get('x', embedded)
+    if config.per_layer_dim:
+      inputs = model_lib.per_layer_inputs(
+          carry, ids, embedded, numbers, config, s)
+  else:
+    x = carry['x']
+
+  def inputs_of(i):
+    if inputs is None:
+      return None
+    return lax.dynamic_index_in_dim(
+        inputs, where['inputs'][i], axis=1, keepdims=False)
+
+  at = 0
+  if segment.opens is not None:
+    page, base = profile.page, where['base']
+
+    def read(caches, number):
+      return tuple(cache_lib.read_page(
+          c, where['rows'][0], 0, number - base // page, page, profile.dtype, 0)
+                   for c in caches)
+
+    state, (k_cache[kind], v_cache[kind]) = attention.fold(
+        carry['q'], carry['state'], (k_cache[kind], v_cache[kind]),
+        start + jnp.arange(n_rows, dtype=jnp.int32), base // page,
+        (start + n_rows - 1) // page + 1, read, window=None, profile=profile,
+        one=s['one'])
+    x = model_lib.finish_layer(
+        params[0], x, attention.by_row(attention.finish(state), n_rows),
+        inputs_of(0), config, s)
+    at = 1
+  sliding = config_lib.SLIDING
+  for layer in segment.whole:
+    x, k_cache[sliding], v_cache[sliding] = model_lib.run_layer(
+        params[at], x, k_cache[sliding], v_cache[sliding], where['rows'][at],
+        where['starts'], where['rope'], inputs_of(at), s, kind=sliding,
+        shared=layer >= config.first_shared, n_batch=1, config=config,
+        profile=profile)
+    at += 1
+  out: dict[str, Any] = {'x': x}
+  if segment.closes is not None:
+    shared = segment.closes >= config.first_shared
+    q, k, v = model_lib.qkv_rows(
+        params[at], x, where['rope'], kind, config, s, shared)
+    if not shared:
+      slot = start - where['base']
+      for side, rows in ((k_cache, k), (v_cache, v)):
+        side[kind] = cache_lib.write_rows(
+            side[kind], cache_lib.to_bits(rows, profile.dtype),
+            where['rows'][at], 0, slot, 0)
+    out['q'] = attention.by_kv_head(q, spec, profile.dtype)
+    out['state'] = attention.empty_state(out['q'])
+    if inputs is not None:
+      out['inputs'] = inputs
+  return out, cache_lib.KVCache(k_cache, v_cache, s)
+
+
+def fold_group(
+    q: jax.Array, state: attention.State, k: jax.Array, v: jax.Array,
+    first_page: jax.Array, count: jax.Array, start: jax.Array, one: jax.Array,
+    *, groups: int, profile: numerics.Profile,
+) -> attention.State:
+  """Folds `count` cold pages of one layer into the state of R rows.
+
+  Args:
+    q: [K, R * G, H].
+    state: of the pages in front.
+    k: unsigned [n, K, H], whose first position is first_page * page.
+    v: likewise.
+    first_page: int32 [], absolute number.
+    count: int32 [], pages to fold; what is behind them is not read.
+    start: int32 [], position of the first row.
+    one: the seal.
+    groups: query heads a kv head, G.
+    profile: numerics.
+  """
+  page = profile.page
+
+  def read(caches, number):
+    at = (number - first_page) * page
+    return tuple(cache_lib.from_bits(
+        lax.dynamic_slice_in_dim(c, at, page), profile.dtype) for c in caches)
+
+  n_rows = q.shape[1] // groups
+  state, _ = attention.fold(
+      q, state, (k, v), start + jnp.arange(n_rows, dtype=jnp.int32),
+      first_page, first_page + count, read, window=None, profile=profile,
+      one=one)
+  return state
+
+
+def move_down(
+    cache: cache_lib.KVCache, pages: jax.Array, *, page: int
+) -> cache_lib.KVCache:
+  """Moves the hot positions `pages` pages towards slot 0."""
+  kind = config_lib.GLOBAL
+
+  def move(array):
+    layers, _, slots, heads, dim = array.shape
+    size = (layers, 1, page, heads, dim)
+
+    def body(i, array):
+      rows = lax.dynamic_slice(array, (0, 0, (i + pages) * page, 0, 0), size)
+      return lax.dynamic_update_slice(array, rows, (0, 0, i * page, 0, 0))
+
+    return lax.fori_loop(0, slots // page - pages, body, array)
+
+  return cache_lib.KVCache(
+      cache.k | {kind: move(cache.k[kind])},
+      cache.v | {kind: move(cache.v[kind])}, cache.scalars)
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+  """Returns zeros that the device can take over without a copy (64 bytes)."""
+  n = int(np.prod(shape)) * np.dtype(dtype).itemsize
+  raw = np.zeros(n + 64, np.uint8)
+  offset = -raw.ctypes.data % 64
+  return raw[offset:offset + n].view(dtype).reshape(shape)
+
+
+@dataclasses.dataclass
+class _Slot:
+  """A pair of host buffers, and what still reads them on the device."""
+
+  k: np.ndarray
+  v: np.ndarray
+  reader: Any = None
+
+
+class Ring:
+  """The buffers through which cold pages flow, filled ahead by threads.
+
+  On CPU the device reads the host buffers themselves; elsewhere each is copied
+  to the device. A buffer is filled again once the program that reads it has
+  ended, so that no more than `buffers` of them are ever on the device.
+
+  Attributes:
+    nbytes: of all buffers.
+    waited_s: seconds in which the device had nothing to do but wait for them.
+  """
+
+  def __init__(self, shape: tuple[int, int, int], element, buffers: int):
+    """Makes `buffers` pairs of arrays of `shape` [group, K, H]."""
+    self._slots = [
+        _Slot(aligned_zeros(shape, element), aligned_zeros(shape, element))
+        for _ in range(buffers)]
+    self._pool = futures.ThreadPoolExecutor(
+        max(1, buffers - 1), 'kvgraft-read-ahead')
+    self.nbytes = sum(s.k.nbytes + s.v.nbytes for s in self._slots)
+    self.waited_s = 0.0
+    self.lock = threading.Lock()
+
+  def flow(
+      self, cold: cold_lib.Cold, requests: Sequence[tuple[int, int, int]]
+  ) -> Generator[_Slot, None, None]:
+    """Yields a filled slot for each (layer row, start, stop), in order.
+
+    The consumer sets its `reader` to what must be ready before it is filled
+    again. When this ends, however it ends, no thread fills any more.
+    """
+    pending: collections.deque = collections.deque()
+    free = collections.deque(self._slots)
+    left = collections.deque(requests)
+
+    def submit():
+      slot, (row, start, stop) = free.popleft(), left.popleft()
+      if slot.reader is not None:
+        jax.block_until_ready(slot.reader)
+        slot.reader = None
+      n = stop - start
+      pending.append((slot, self._pool.submit(
+          cold.fill, row, start, stop, slot.k[:n], slot.v[:n])))
+
+    try:
+      # One is left to what the device reads at the moment.
+      while left and len(pending) < len(self._slots) - 1:
+        submit()
+      while pending:
+        slot, future = pending.popleft()
+        began = time.perf_counter()
+        try:
+          future.result()
+        except BaseException:
+          free.append(slot)
+          raise
+        self.waited_s += time.perf_counter() - began
+        yield slot
+        free.append(slot)
+        if left:
+          submit()
+    finally:
+      futures.wait([future for _, future in pending])
+
+
+class Streamed:
+  """The cache of a streamed context.
+
+  Attributes:
+    cache: what is on the device: the rings and the hot positions.
+    base: position of the first hot slot, a multiple of the page.
+    cold: all positions in front of it.
+    layout: how the device memory is used.
+  """
+
+  def __init__(
+      self, programs: programs_lib.Programs, streaming: Streaming,
+      ring: Ring | None = None,
+  ):
+    config, profile = programs.config, programs.profile
+    self._programs = programs
+    self._streaming = streaming
+    self.layout = layout(config, profile, streaming.device_kv_bytes)
+    spec = config.spec(config_lib.GLOBAL)
+    element = np.dtype(cache_lib.BITS[profile.dtype])
+    self._groups = config.num_heads // spec.kv_heads
+    self._one = jnp.asarray(np.float32(1.0))
+    self.base = 0
+    self.cache = programs.empty_cache(1, self.layout.hot)
+    shape = (spec.kv_heads, spec.head_dim)
+    self.cold = cold_lib.Cold(
+        (len(config.kind_layers(config_lib.GLOBAL)), *shape), element,
+        self.layout.group, streaming.host_limit())
+    self._ring = ring or Ring(
+        (self.layout.group, *shape), element, self.layout.buffers)
+    self._names: dict[tuple, str] = {}
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes of keys and values on the device."""
+    return self.cache.nbytes + self._ring.nbytes
+
+  @property
+  def waited_s(self) -> float:
+    """Seconds in which steps waited for cold pages."""
+    return self._ring.waited_s
+
+  def copy(self) -> Streamed:
+    """Returns an independent one; the device memory is copied."""
+    other = Streamed(self._programs, self._streaming, self._ring)
+    other.base, other.cold = self.base, self.cold.copy()
+    other.cache = jax.tree.map(jnp.copy, self.cache)
+    return other
+
+  def make_room(self, done: int, rows: int) -> None:
+    """Lets hot positions grow cold, so that `rows` more find room.
+
+    The last computed position always stays hot.
+
+    Raises:
+      CapacityError: if host memory may not take them; nothing changed then.
+    """
+    page, hot = self._programs.profile.page, self.layout.hot
+    lacking = done + rows - self.base - hot
+    if lacking <= 0:
+      return
+    # At least half at once, so that what stays is not moved at every step.
+    pages = min(max(-(-lacking // page), hot // page // 2),
+                max(done - 1, 0) // page - self.base // page)
+    assert pages * page >= lacking, (done, rows, self.base, hot)
+    self.cold.make_room(pages * page)
+    stop = self.base + pages * page
+    self.cold.append(*self.rows(self.base, stop))
+    self.cache = self._program('move', (hot,), functools.partial(
+        move_down, page=page), (self.cache, np.int32(pages)), donate=(0,))
+    self.base = stop
+
+  def restore(
+      self, cache: cache_lib.KVCache, base: int,
+      backings: Sequence[cold_lib.Backing],
+  ) -> None:
+    """Takes over positions that a store holds.
+
+    Args:
+      cache: the rings, and the hot positions from `base` on.
+      base: position of the first hot slot, a multiple of the page.
+      backings: hold all of [0, base).
+    """
+    self.cache, self.base = cache, base
+    for backing in backings:
+      self.cold.back(backing)
+    self.cold.stop = base
+
+  def rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns K and V of the global layers at [start, stop), [L, n, K, H]."""
+    cold = self.cold.rows(start, min(stop, self.base))
+    if stop <= self.base:
+      return cold
+    first = max(start, self.base)
+    hot = recorder_lib.read_global(
+        self.cache, first - self.base, stop - self.base,
+        self._programs.profile.page)
+    if first == start:
+      return hot
+    k, v = (np.concatenate(pair, axis=1) for pair in zip(cold, hot))
+    return k, v
+
+  def visible_rows(self, done: int) -> Iterator[np.ndarray]:
+    """Yields what `cache.visible_rows` does, of `done` positions."""
+    yield from cache_lib.visible_rows(
+        self.cache, self._programs.config, self._programs.profile.chunk, done,
+        kinds=(config_lib.SLIDING,))
+    yield from self.rows(0, done)
+
+  def run_step(
+      self, params: model_lib.Params, tokens: np.ndarray, starts: np.ndarray,
+      wanted: tuple[int, int] | None = None,
+  ) -> jax.Array:
+    """Runs one step; see `Programs.run_step`.
+
+    After an error of a store the positions in front of `starts` are as they
+    were, and the same step can be run again.
+    """
+    end = int(starts[0]) + tokens.shape[1]
+    if end - self.base > self.layout.hot:
+      raise AssertionError(
+          f'step up to {end}: past the {self.layout.hot} slots at {self.base}')
+    return self._programs.run_rows(
+        tokens, starts, wanted,
+        lambda where: self._pass(params, None, *where),
+        lambda hidden, where: self._pass(params, hidden, *where))
+
+  def _pass(self, params, hidden, tokens, starts, rope) -> jax.Array:
+    """Runs the owners of keys and values, or behind `hidden` the sharers."""
+    config = self._programs.config
+    numbers = range(config.first_shared) if hidden is None else range(
+        config.first_shared, len(config.layers))
+    parts = segments(config, numbers)
+    carry: dict[str, Any] = {'embedder': params['embedder']}
+    if hidden is not None:
+      carry['x'] = hidden.reshape(-1, hidden.shape[-1])
+    group = self.layout.group
+    spans = [(at, min(at + group, self.base))
+             for at in range(0, self.base, group)]
+    requests = [(config.cache_row(part.closes), *span)
+                for part in parts if part.closes is not None for span in spans]
+    with self._ring.lock:
+      flow = self._ring.flow(self.cold, requests)
+      try:
+        for part in parts:
+          where = {
+              'tokens': tokens, 'starts': starts, 'rope': rope,
+              'base': np.int32(self.base),
+              'rows': np.asarray(
+                  [config.cache_row(i) for i in part.layers], np.int32),
+              'inputs': np.asarray(
+                  [i - numbers.start for i in part.layers], np.int32)}
+          carry = self._run_segment(params, carry, where, part, numbers)
+          if part.closes is not None:
+            carry['state'] = self._fold(carry, spans, flow, starts)
+      finally:
+        flow.close()
+    return carry['x'].reshape(1, tokens.shape[1], -1)
+
+  def _run_segment(self, params, carry, where, part, numbers):
+    config = self._programs.config
+    layers = [params[f'layer_{i}'] for i in part.layers]
+    rows = where['tokens'].shape[1]
+    if (rows, part) not in self._names:
+      # Segments of one shape are one executable.
+      shapes = jax.tree.map(lambda x: (x.shape, str(x.dtype)), (layers, carry))
+      sharing = [i >= config.first_shared for i in part.layers]
+      self._names[rows, part] = hashlib.sha256(repr((
+          shapes, sharing, part.opens is None, part.closes is None,
+          numbers if 'embedder' in carry else None)).encode()).hexdigest()[:12]
+    key = rows, self.layout.hot, self._names[rows, part]
+    carry, self.cache = self._program(
+        'segment', key, functools.partial(
+            run_segment, segment=part, numbers=numbers, config=config,
+            profile=self._programs.profile),
+        (layers, carry, self.cache, where), donate=(2,))
+    return carry
+
+  def _fold(self, carry, spans, flow, starts):
+    page = self._programs.profile.page
+    state = carry['state']
+    for (start, stop), slot in zip(spans, flow):
+      k, v = (jax.device_put(side, may_alias=True)
+              for side in (slot.k, slot.v))
+      args = (carry['q'], state, k, v, np.int32(start // page),
+              np.int32((stop - start) // page), starts[0], self._one)
+      state = self._program(
+          'fold', (carry['q'].shape[1], self.layout.group), functools.partial(
+              fold_group, groups=self._groups, profile=self._programs.profile),
+          args)
+      slot.reader = state
+    return state
+
+  def _program(self, name, key, fun, args, donate=()):
+    """Runs a program, compiled once for these shapes."""
+    return self._programs.compiled((name, *key), fun, args, donate)(*args)
