@@ -23,6 +23,7 @@ if typing.TYPE_CHECKING:
   from kvgraft_jax.library import Library as Library
   from kvgraft_jax.routing import Router as Router
   from kvgraft_jax.store import Store as Store
+  from kvgraft_jax.streaming import Streaming as Streaming
   from kvgraft_jax.verification import audit as audit
   from kvgraft_jax.verification import AuditReport as AuditReport
   from kvgraft_jax.verification import verify as verify
@@ -33,8 +34,8 @@ __version__ = '0.1.0'
 __all__ = [
     'Artifact', 'AuditReport', 'Context', 'Corpus', 'Generation',
     'KvgraftError', 'Library', 'Model', 'ModelConfig', 'Router', 'Score',
-    'Store', 'VerifyReport', 'audit', 'deposit', 'graft', 'load_model', 'nn',
-    'verify',
+    'Store', 'Streaming', 'VerifyReport', 'audit', 'deposit', 'graft',
+    'load_model', 'nn', 'verify',
 ]
 
 # Public name -> its module, imported with the first use of the name: what
@@ -56,6 +57,7 @@ _HOMES = {
     'Router': 'routing',
     'Score': 'engine',
     'Store': 'store',
+    'Streaming': 'streaming',
     'verify': 'verification',
     'VerifyReport': 'verification',
     'nn': '',

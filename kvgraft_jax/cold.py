@@ -143,8 +143,9 @@ class Cold:
     if total > self.host_kv_bytes:
       raise errors.CapacityError(
           f'host_kv_bytes: {memory.human(total)} of the keys and values of'
-          f' {self.stop + positions} positions would be there, expected at most {memory.human(self.host_kv_bytes)}; raise --host_kv_bytes,'
-          ' or deposit with --stream, which keeps them in the store')
+          f' {self.stop + positions} positions would be there, expected at most'
+          f' {memory.human(self.host_kv_bytes)}; raise --host_kv_bytes, or'
+          ' deposit with --stream, which keeps them in the store')
 
   def append(self, k: np.ndarray, v: np.ndarray) -> None:
     """Takes over rows [stop, stop + n) of all layers, each [L, n, K, H]."""
@@ -165,6 +166,13 @@ class Cold:
           [b for b in self._backings if b.start != backing.start] + [backing],
           key=lambda b: b.start)
       self._drop(self._host_bytes - self.host_kv_bytes)
+
+  def empty_rows(self, positions: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns K and V of so many positions, all zero, [L, n, K, H]."""
+    layers, heads, dim = self._shape
+    k, v = (np.zeros((layers, positions, heads, dim), self._element)
+            for _ in range(2))
+    return k, v
 
   def fill(
       self, row: int, start: int, stop: int, k: np.ndarray, v: np.ndarray
@@ -195,11 +203,9 @@ class Cold:
     None of them where `stop` is in front of `start`.
     """
     stop = max(start, stop)
-    layers, heads, dim = self._shape
-    k, v = (np.empty((layers, stop - start, heads, dim), self._element)
-            for _ in range(2))
+    k, v = self.empty_rows(stop - start)
     if start < stop:
-      self._fill(slice(0, layers), start, stop, k, v)
+      self._fill(slice(0, k.shape[0]), start, stop, k, v)
     return k, v
 
   def _fill(self, layers: slice, start, stop, k, v) -> bool:

@@ -359,6 +359,13 @@ class Corpus:
                            [(path,) for path in paths])
       self._db.execute(_BUMP)
 
+  def drop_drafts(self, paths: Iterable[str]) -> None:
+    """Removes what is not finished of documents."""
+    with self._transaction():
+      self._db.executemany(
+          'DELETE FROM documents WHERE path = ? AND NOT live',
+          [(path,) for path in paths])
+
   def drafts(self) -> list[str]:
     """Returns the paths of all drafts."""
     return [path for path, in self._rows(

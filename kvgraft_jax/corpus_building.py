@@ -110,12 +110,14 @@ def build(
         f' with UTF-8 text in files {", ".join(passages_lib.SUFFIXES[1:])} or'
         ' without an ending')
   corpus.settle(common)
-  before = corpus.documents()
-  gone = [] if cut else sorted({*before, *corpus.drafts()} - {*there})
+  before, drafts = corpus.documents(), {*corpus.drafts()}
+  gone = set() if cut else (before.keys() | drafts) - there.keys()
   if gone:
     corpus.remove(gone)
   todo = [path for path, (sha256, _) in there.items()
           if before.get(path) != sha256]
+  # A text that was changed and is as before again.
+  corpus.drop_drafts(drafts & there.keys() - {*todo})
   work = _Building(model, store, corpus, passage_tokens, sliding, block)
   work.repair(there.keys() & before.keys() - {*todo})
   done, total = 0, sum(there[path][1] for path in todo)
@@ -130,7 +132,7 @@ def build(
   return BuildReport(
       documents=stats['documents'], added=len({*todo} - {*before}),
       changed=len({*todo} & {*before}), unchanged=len(there) - len(todo),
-      removed=len({*gone} & {*before}), skipped=skipped,
+      removed=len(gone & before.keys()), skipped=skipped,
       passages=stats['passages'], tokens=stats['tokens'],
       bytes=stats['artifact_bytes'], deposited=work.deposited,
       repaired=work.repaired, tokens_computed=work.tokens_computed,

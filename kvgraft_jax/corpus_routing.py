@@ -10,6 +10,7 @@ How good a choice is shows in its margin: how far the first candidate leads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import difflib
 import re
@@ -144,16 +145,19 @@ class AddressRouter:
       if found:
         return self._one(
             address, [(p.source, p.ordinal) for p in found], 'id')
+    place = _PLACE.fullmatch(address)
+    if place:
+      with contextlib.suppress(errors.NotFoundError):
+        return self._one(address, [(place[1], int(place[2]))], 'place')
     self._read()
     names = self._names
     for places, key, why in (
-        (names[0], address, 'place'), (names[1], address, 'path'),
-        (names[2], _folded(address), 'heading'),
-        (names[3], _folded(address), 'title')):
-      if places.get(key):
+        (names[0], address, 'path'), (names[1], _folded(address), 'heading'),
+        (names[2], _folded(address), 'title')):
+      if key in places:
         return self._one(address, places[key], why)
     close = difflib.get_close_matches(
-        _folded(address), [*names[2], *names[3], *names[1]], 1)
+        _folded(address), [*names[1], *names[2], *names[0]], 1)
     raise errors.NotFoundError(
         f'{self._corpus.path}: no passage has the address'
         f' {errors.quoted(address)}'
@@ -180,12 +184,11 @@ class AddressRouter:
     version = self._corpus.version
     if version == self._version:
       return
-    self._names = [{}, {}, {}, {}]
+    self._names = [{}, {}, {}]
     for source, ordinal, title, headings in self._corpus.names():
       place = source, ordinal
       for names, keys in zip(self._names, (
-          [f'{source}#{ordinal}'], [source], set(map(_folded, headings)),
-          [_folded(title)])):
+          [source], set(map(_folded, headings)), [_folded(title)])):
         for key in keys:
           names.setdefault(key, []).append(place)
     self._version = version

@@ -129,6 +129,10 @@ def generate(
   samples = [_Sample(c, i, max_new_tokens) for i, c in enumerate(contexts)]
   if len(samples) == 1:
     _alone(samples[0], rows, params, stop, stop_when, on_token)
+  elif contexts[0].streaming is not None:
+    for sample in samples:  # A batch would need room for all on the device.
+      sample.context = sample.context.fork()
+      _alone(sample, rows, params, stop, stop_when, on_token)
   else:
     for at in range(0, len(samples), BATCH):
       _together(samples[at:at + BATCH], params, stop, stop_when, on_token)

@@ -30,7 +30,8 @@ def deposit(
     model: engine.Model, store: store_lib.Store,
     tokens_or_context: Iterable[int] | engine.Context,
     parent: grafting.Ref | None = None, sliding: str = 'full',
-    name: str | None = None, *, parent_length: int | None = None, block: int | None = None,
+    name: str | None = None, *, parent_length: int | None = None,
+    block: int | None = None,
     provenance: dict[str, Any] | None = None,
     streaming: streaming_lib.Streaming | None = None,
     progress: engine.Progress | None = None,
@@ -115,7 +116,8 @@ def deposit(
   manifest = _write(model, store, fields, context, own, last_logits, provenance)
   if name is not None:
     store.set_name(name, manifest)
-  return grafting.Artifact(manifest, name, computed, False)
+  return grafting.Artifact(
+      manifest, name, computed, False, usage=context.usage())
 
 
 def _what(model, store, what, parent, parent_length):
@@ -242,7 +244,8 @@ class _Stream:
     return grafting.Artifact(
         manifest, None, context.tokens_computed,
         tokens_resumed=context.tokens_restored and (
-            fields.end - fields.start - context.tokens_computed))
+            fields.end - fields.start - context.tokens_computed),
+        usage=context.usage())
 
   def _blocks(self, kind):
     return artifact_lib.blocks_of(

@@ -27,6 +27,7 @@ from kvgraft_jax import decode
 from kvgraft_jax import errors
 from kvgraft_jax import experts
 from kvgraft_jax import hashing
+from kvgraft_jax import memory
 from kvgraft_jax import numerics
 from kvgraft_jax import programs as programs_lib
 from kvgraft_jax import recorder as recorder_lib
@@ -258,13 +259,21 @@ class Model:
   def warm_up(
       self, length: int, new: int, *, num_samples: int = 1,
       max_new_tokens: int = 0,
+      streaming: streaming_lib.Streaming | None = None,
   ) -> None:
     """Compiles what computing the last `new` of `length` positions runs.
 
-    Of `num_samples` > 1 the batched decode of `max_new_tokens` as well.
+    Of `num_samples` > 1 the batched decode of `max_new_tokens` as well; with
+    `streaming` the programs of a streamed context.
 
     One tile and one head are run, so that the weights are in memory too.
     """
+    if streaming is not None:
+      streaming_lib.Streamed(self.programs, streaming).warm_up(
+          self.params, {self.rows_for(new), self.profile.tile})
+      self.programs.run_head(
+          self.params, np.zeros((1, self.config.width), np.float32))
+      return
     slots, left = self.slots_for(length), new
     while left > 0:
       rows = self.rows_for(left)
@@ -318,6 +327,9 @@ class Context:
     self._streamed: streaming_lib.Streamed | None = None
     if streaming is not None:
       self._streamed = streaming_lib.Streamed(model.programs, streaming)
+    self._reads = streaming_lib.Reads()
+    self._allocated = memory.allocated_bytes()
+    self._most_device = self._most_host = 0
     # [D], hidden row of position done - 1.
     self._last: jax.Array | np.ndarray | None = None
     self._record = record
@@ -352,13 +364,37 @@ class Context:
       return self._streamed.nbytes
     return self._cache.nbytes if self._cache is not None else 0
 
+  def usage(self) -> streaming_lib.Usage:
+    """Returns what this context has taken so far, by memory and store."""
+    device, source = max(self._most_device, self.nbytes), 'buffers'
+    now = memory.allocated_bytes()
+    if now is not None and self._allocated is not None:
+      device, source = now[1] - self._allocated[0], 'allocator'
+    host = self._recorder.nbytes if self._recorder else 0
+    reads, streamed = self._reads, self._streamed
+    nbytes, blocks, seconds = reads.nbytes, reads.blocks, reads.seconds
+    if streamed is not None:
+      host += streamed.cold.peak_host_bytes
+      nbytes += streamed.cold.store_bytes
+      blocks += streamed.cold.store_blocks
+      seconds += streamed.waited_s
+    return streaming_lib.Usage(
+        device, source, max(host, self._most_host), nbytes, blocks,
+        round(seconds, 6), self.tokens_restored, self.tokens_computed)
+
   def restore(
       self, tokens: list[int], cache: cache_lib.KVCache | None, recorder,
+      reads: streaming_lib.Reads | None = None,
   ) -> None:
     """Takes over a cache that holds `tokens` already (used by `graft`).
 
-    That of a streamed context has taken over what it holds: `cache` is None.
+    Args:
+      tokens: ids.
+      cache: what holds them; None if `streamed` has taken it over.
+      recorder: of rows that leave the rings, or None.
+      reads: what it took to build the cache.
     """
+    self._reads = reads or streaming_lib.Reads()
     self.tokens, self._cache = list(tokens), cache
     self._done = self.tokens_restored = len(tokens)
     self._recorder = recorder
@@ -415,6 +451,9 @@ class Context:
             self.model.config, self.model.profile, 0)
         self._recorder.keep = self._keep
       self._recorder.before_step(self.cache, self._done, rows)
+      self._most_host = max(self._most_host, self._recorder.nbytes + (
+          self._streamed.cold.host_bytes if self._streamed else 0))
+    self._most_device = max(self._most_device, self.nbytes)
 
   def _step(
       self, total: int, every: bool = False

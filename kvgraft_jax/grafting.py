@@ -16,6 +16,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 import dataclasses
 import functools
+import time
 
 import jax
 
@@ -43,6 +44,7 @@ class Artifact:
     tokens_computed: positions that this deposit ran.
     existed: whether the key was in the store already.
     tokens_resumed: positions that an earlier process had run for it.
+    usage: of memory and store; None where nothing was computed.
   """
 
   manifest: artifact_lib.Manifest
@@ -50,6 +52,7 @@ class Artifact:
   tokens_computed: int = 0
   existed: bool = False
   tokens_resumed: int = 0
+  usage: streaming_lib.Usage | None = None
 
   def __repr__(self) -> str:
     fields = self.manifest.fields
@@ -369,9 +372,14 @@ def restore(
                     streaming_lib.aligned_zeros(shape, bits))
              for kind, shape in shapes.items()}
 
+  nbytes = blocks = 0
+  began = time.perf_counter()
+
   def read(source, kind, start, stop, slot):
+    nonlocal nbytes, blocks
     k, v = (side[:, 0, slot:slot + stop - start] for side in buffers[kind])
-    source.read(kind, start, stop, k, v)
+    nbytes += source.read(kind, start, stop, k, v)
+    blocks += len(k) * len(artifact_lib.blocks_of(start, stop, source.block))
 
   for source in found:
     at = max(base, source.start)
@@ -383,6 +391,7 @@ def restore(
       stop = min(source.stop, at + ring - slot)
       read(source, config_lib.SLIDING, at, stop, profile.chunk + slot)
       at = stop
+  reads = streaming_lib.Reads(nbytes, blocks, time.perf_counter() - began)
   device = {kind: tuple(map(jax.device_put, pair))
             for kind, pair in buffers.items()}
   cache: cache_lib.KVCache | None = cache_lib.KVCache(
@@ -394,7 +403,7 @@ def restore(
     assert cache is not None
     streamed.restore(cache, base, [s.backing() for s in found])
     cache = None
-  context.restore(tokens, cache, recorder if record else None)
+  context.restore(tokens, cache, recorder if record else None, reads)
   return context
 
 

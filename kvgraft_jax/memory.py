@@ -38,6 +38,17 @@ def available_bytes() -> int | None:
   return max(0, stats['bytes_limit'] - stats.get('bytes_in_use', 0))
 
 
+def allocated_bytes() -> tuple[int, int] | None:
+  """Returns bytes (in use, at most in use so far) by the default device.
+
+  None where its allocator does not tell, as on CPU.
+  """
+  stats = jax.devices()[0].memory_stats() or {}
+  if 'bytes_in_use' not in stats or 'peak_bytes_in_use' not in stats:
+    return None
+  return stats['bytes_in_use'], stats['peak_bytes_in_use']
+
+
 def check(needed: int, what: str) -> None:
   """Raises CapacityError if `what` cannot be placed on the default device.
 

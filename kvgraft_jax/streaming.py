@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Generator
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from concurrent import futures
@@ -71,6 +72,42 @@ class Streaming:
     if self.host_kv_bytes is not None:
       return self.host_kv_bytes
     return (memory.host_bytes() or 1 << 62) // 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+  """What a context has taken so far.
+
+  Attributes:
+    device_kv_bytes: most bytes of keys and values on the device.
+    device_kv_source: 'buffers', their own sizes; or 'allocator', what the
+      device's allocator had given at most, less what it had given when the
+      context began: what steps need in passing included.
+    host_kv_bytes: most bytes of them in host memory, recorded rows included.
+    store_bytes_read: from stores.
+    store_blocks_read: likewise, K and V of one layer counted as one.
+    store_wait_s: seconds in which nothing but a store was waited for.
+    tokens_restored: positions that came from a store.
+    tokens_computed: positions that were run.
+  """
+
+  device_kv_bytes: int
+  device_kv_source: str
+  host_kv_bytes: int
+  store_bytes_read: int
+  store_blocks_read: int
+  store_wait_s: float
+  tokens_restored: int
+  tokens_computed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads:
+  """What was read from stores to build a context."""
+
+  nbytes: int = 0
+  blocks: int = 0
+  seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -463,6 +500,16 @@ class Streamed:
   def waited_s(self) -> float:
     """Seconds in which steps waited for cold pages."""
     return self._ring.waited_s
+
+  def warm_up(self, params: model_lib.Params, rows: Iterable[int]) -> None:
+    """Compiles steps of so many rows; what this cache held is lost."""
+    profile = self._programs.profile
+    page = profile.page
+    self.cold.append(*self.cold.empty_rows(page))
+    self.base = page
+    for count in rows:
+      self.run_step(params, np.zeros((1, count), np.int32),
+                    np.full(1, page, np.int32))
 
   def copy(self) -> Streamed:
     """Returns an independent one; the device memory is copied."""

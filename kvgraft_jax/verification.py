@@ -16,6 +16,7 @@ from kvgraft_jax import grafting
 from kvgraft_jax import hashing
 from kvgraft_jax import sampling
 from kvgraft_jax import store as store_lib
+from kvgraft_jax import streaming as streaming_lib
 
 GREEDY_TOKENS = 64
 LONGEST_TAIL = 19  # Of `continuations`.
@@ -87,6 +88,7 @@ def verify(
     model: engine.Model, store: store_lib.Store, ref: grafting.Ref, *,
     n_continuations: int = 50, length: int | None = None,
     on_mismatch: str = 'fail',
+    streaming: streaming_lib.Streaming | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
   """Compares grafts with a fresh computation in this process.
@@ -102,6 +104,7 @@ def verify(
     n_continuations: how many tails to compare.
     length: positions to graft; None for all.
     on_mismatch: as in `graft`; 'recompute' is refused, it proves nothing.
+    streaming: of the grafts; the fresh side is always in the device's memory.
     progress: called with (continuations done, in all).
 
   Raises:
@@ -115,7 +118,8 @@ def verify(
         "on_mismatch: verify compares a graft, so expected 'fail' or 'inexact',"
         " found 'recompute'")
   def grafted():
-    return grafting.graft(model, store, ref, length, on_mismatch)
+    return grafting.graft(
+        model, store, ref, length, on_mismatch, streaming=streaming)
 
   first = grafted()
   tokens = list(first.tokens)
@@ -188,17 +192,29 @@ class AuditReport:
 
 
 def choose_blocks(
-    manifest: artifact_lib.Manifest, blocks: str | int
+    manifest: artifact_lib.Manifest, blocks: str | int | Sequence[int]
 ) -> list[artifact_lib.Block]:
-  """Returns the position blocks to audit: all, or K spread over the artifact.
+  """Returns the position blocks to audit.
+
+  Args:
+    manifest: of the artifact.
+    blocks: 'all', how many, spread over the artifact, or a list of numbers.
 
   Raises:
-    UsageError: if `blocks` is neither 'all' nor a positive number.
+    UsageError: if `blocks` is none of these.
   """
   fields = manifest.fields
   every = artifact_lib.blocks_of(fields.start, fields.end, fields.block)
   if blocks == 'all':
     return every
+  if isinstance(blocks, Sequence) and not isinstance(blocks, str):
+    numbered = {b.number: b for b in every}
+    for number in blocks:
+      if number not in numbered:
+        raise errors.UsageError(
+            f'blocks: expected {every[0].number} to {every[-1].number}, found'
+            f' {number!r:.80}')
+    return [numbered[number] for number in sorted(set(blocks))]
   try:
     count = int(blocks)
   except ValueError:
@@ -212,7 +228,8 @@ def choose_blocks(
 
 def audit(
     model: engine.Model, store: store_lib.Store, ref: grafting.Ref, *,
-    blocks: str | int = 'all',
+    blocks: str | int | Sequence[int] = 'all',
+    streaming: streaming_lib.Streaming | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> AuditReport:
   """Recomputes stored blocks from the blocks in front of them.
@@ -224,7 +241,8 @@ def audit(
     model: the artifact's.
     store: where it is.
     ref: the artifact; blocks of its parents are audited with them.
-    blocks: 'all', or how many, spread evenly.
+    blocks: 'all', how many, spread evenly, or their numbers.
+    streaming: of the contexts that recompute them.
     progress: called with (blocks done, in all).
 
   Raises:
@@ -239,8 +257,10 @@ def audit(
   differing, last_equal = [], None
   for number, block in enumerate(chosen):
     try:
-      context = (grafting.graft(model, store, manifest, block.start)
-                 if block.start else engine.Context(model))
+      context = (
+          grafting.graft(
+              model, store, manifest, block.start, streaming=streaming)
+          if block.start else engine.Context(model, streaming=streaming))
     except errors.UsageError as e:
       if isinstance(e, errors.IncompatibleError):
         raise

@@ -61,6 +61,8 @@ def test_wrong_addresses_are_told(corpus):
     with pytest.raises(errors.NotFoundError, match=hint) as caught:
       router.route(address)
     assert '\n' not in str(caught.value)
+  corpora_test.put(corpus, 'odd', '# C#1\n\nA heading like a place.')
+  assert places(router.route('c#1')) == ['odd#0']
   # A title that is no heading, and a heading of two passages.
   corpora_test.put(corpus, 'plain', 'Just a line\n\nand more')
   assert places(router.route('just a  LINE')) == ['plain#0']

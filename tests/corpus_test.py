@@ -152,6 +152,24 @@ def test_changed_and_deleted_documents(scene, monkeypatch):
     assert (stats['documents'], stats['unused'], stats['drafts']) == (3, 3, 0)
 
 
+def test_a_text_that_is_as_before_again_leaves_no_draft(scene, monkeypatch):
+  def full(*args, **more):
+    raise errors.StorageError('the disk is full')
+
+  with scene.open() as corpus:
+    scene.write('birds.txt', 'Terns dive.\n')
+    with monkeypatch.context() as patch:
+      patch.setattr(depositing, 'deposit', full)
+      with pytest.raises(errors.StorageError, match='full'):
+        scene.build(corpus)
+    assert corpus.drafts() == ['birds.txt']
+    assert scene.ask(corpus, 'gulls').source == 'birds.txt'
+    scene.write('birds.txt', TEXTS['birds.txt'])
+    report = scene.build(corpus)
+    assert (report.unchanged, report.tokens_computed) == (3, 0)
+    assert corpus.drafts() == []
+
+
 def test_a_limit_removes_nothing(scene):
   with scene.open() as corpus:
     (scene.texts / 'keys.txt').unlink()

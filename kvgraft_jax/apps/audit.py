@@ -25,19 +25,22 @@ def define(fv: absl_flags.FlagValues) -> None:
   absl_flags.DEFINE_string(
       'blocks', 'all', "'all', or how many, spread over the artifact.",
       flag_values=fv)
+  flags.stream(fv)
   flags.model(fv)
 
 
 def run(args: Any) -> tuple[int, dict[str, Any]]:
   """Audits; returns exit code and JSON."""
   flags.require(args, 'artifact')
+  streaming = common.streaming(args)
   store = common.open_store(args)
   manifest = store.find(args.artifact)
   model = common.load_model(args, manifest)
   began = time.perf_counter()
   with common.Progress('audit') as bar:
     report = kvgraft_jax.audit(
-        model, store, manifest, blocks=args.blocks, progress=bar.callback)
+        model, store, manifest, blocks=args.blocks, streaming=streaming,
+        progress=bar.callback)
   for line in report.differing:
     common.note(line)
   common.note(

@@ -96,6 +96,7 @@ def answer(
       'tokens_per_step': round(decoded / steps, 3) if steps else None,
       'speculate': rows if options.num_samples == 1 else 1,
       'finish_reason': made[0].finish_reason if made else 'length',
+      'kv': dataclasses.asdict(context.usage()),
       'samples': [{'text': g.text, 'token_ids': g.token_ids,
                    'finish_reason': g.finish_reason} for g in made],
       'ttft_s': round(ttft_s, 5),

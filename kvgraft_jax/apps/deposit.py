@@ -1,5 +1,6 @@
 """Computes a text once and stores its KV state as an artifact."""
 
+import dataclasses
 import os
 import time
 from typing import Any
@@ -86,6 +87,7 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
       'end': made.manifest.fields.end, 'sliding': args.sliding,
       'block': made.manifest.fields.block, 'existed': made.existed,
       'boundary_merges': merges, 'deposit_s': round(seconds, 4),
+      'kv': made.usage and dataclasses.asdict(made.usage),
       'startup_s': round(startup_s, 3), **inputs.about(what),
   }
 

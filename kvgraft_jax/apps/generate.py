@@ -21,22 +21,25 @@ def define(fv: absl_flags.FlagValues) -> None:
   flags.text(fv)
   flags.messages(fv)
   flags.sampling(fv)
+  flags.stream(fv)
   flags.model(fv)
 
 
 def run(args: Any) -> tuple[int, dict[str, Any]]:
   """Generates; returns exit code and JSON."""
   options = continuation.Options.of(args)
+  streaming = common.streaming(args)
   what = inputs.require_request(args)
   model = common.load_model(args)
   ids = inputs.to_ids(args, model, what, 0)
   model.warm_up(len(ids), len(ids), num_samples=args.num_samples,
-                max_new_tokens=args.max_new_tokens)
+                max_new_tokens=args.max_new_tokens, streaming=streaming)
   startup_s = common.process_age_s()
 
   def build() -> kvgraft_jax.Context:
     with common.Progress('prefill') as bar:
-      return model.prefill(ids, record=False, progress=bar.callback)
+      return model.prefill(ids, record=False, streaming=streaming,
+                           progress=bar.callback)
 
   _, result = continuation.answer(options, build, [])
   return 0, result | inputs.about(what) | {

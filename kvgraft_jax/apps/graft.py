@@ -32,6 +32,7 @@ def define(fv: absl_flags.FlagValues) -> None:
   absl_flags.DEFINE_string(
       'deposit_as', None, 'Keep the result as a child with this name.',
       flag_values=fv)
+  flags.stream(fv)
   flags.block(fv)
   flags.on_mismatch(fv, ('fail', 'recompute', 'inexact'))
   flags.model(fv)
@@ -47,6 +48,7 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   if args.deposit_as and args.on_mismatch == 'inexact':
     raise errors.UsageError(
         '--deposit_as keeps exact results only; use --on_mismatch=recompute')
+  streaming = common.streaming(args)
   what = inputs.read_request(args)
   store = common.open_store(args)
   manifest = store.find(args.artifact)
@@ -69,15 +71,15 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
       if args.recompute:
         return grafting.recompute(
             model, store, manifest, length, record=record,
-            progress=bar.callback)
+            streaming=streaming, progress=bar.callback)
       return kvgraft_jax.graft(
           model, store, manifest, length, args.on_mismatch, record=record,
-          progress=bar.callback)
+          streaming=streaming, progress=bar.callback)
 
   model.warm_up(length + len(ids),
                 length if args.recompute else max(len(ids), 1),
                 num_samples=args.num_samples,
-                max_new_tokens=args.max_new_tokens)
+                max_new_tokens=args.max_new_tokens, streaming=streaming)
   startup_s = common.process_age_s()
   context, result = continuation.answer(options, build, ids)
   if not context.exact:

@@ -25,11 +25,13 @@ def define(fv: absl_flags.FlagValues) -> None:
   flags.text(fv, what='the text in front, behind the artifact')
   flags.text(fv, 'continuation_file', 'continuation', 'the text that is scored')
   flags.on_mismatch(fv, ('fail', 'recompute', 'inexact'))
+  flags.stream(fv)
   flags.model(fv)
 
 
 def run(args: Any) -> tuple[int, dict[str, Any]]:
   """Scores; returns exit code and JSON."""
+  streaming = common.streaming(args)
   prompt = inputs.read_input(args)
   scored = inputs.read_input(args, 'continuation_file', 'continuation')
   if prompt is None and scored is None:
@@ -69,13 +71,14 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
     if store is not None and manifest is not None:
       context = kvgraft_jax.graft(
           model, store, manifest, start, args.on_mismatch, record=False,
-          progress=bar.callback)
+          streaming=streaming, progress=bar.callback)
       merges = inputs.boundary_merges(
           model, context.tokens, prompt if front else last)
       if front:
         context.extend(front)
     else:
-      context = model.prefill(front, record=False, progress=bar.callback)
+      context = model.prefill(front, record=False, streaming=streaming,
+                              progress=bar.callback)
       merges = scored is not None and inputs.boundary_merges(
           model, front, last)
   score = context.score(ids)

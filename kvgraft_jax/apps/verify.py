@@ -21,12 +21,14 @@ def define(fv: absl_flags.FlagValues) -> None:
       'continuations', 50, 'How many tails to compare.', lower_bound=1,
       flag_values=fv)
   flags.on_mismatch(fv, ('fail', 'inexact'))
+  flags.stream(fv)
   flags.model(fv)
 
 
 def run(args: Any) -> tuple[int, dict[str, Any]]:
   """Verifies; returns exit code and JSON."""
   flags.require(args, 'artifact')
+  streaming = common.streaming(args)
   store = common.open_store(args)
   manifest = store.find(args.artifact)
   model = common.load_model(
@@ -35,7 +37,7 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   with common.Progress('verify') as bar:
     report = kvgraft_jax.verify(
         model, store, manifest, n_continuations=args.continuations,
-        length=args.length, on_mismatch=args.on_mismatch,
+        length=args.length, on_mismatch=args.on_mismatch, streaming=streaming,
         progress=bar.callback)
   n = report.continuations
   common.note(
