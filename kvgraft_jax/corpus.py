@@ -64,6 +64,8 @@ class Selection:
     route_s: seconds for choosing.
     graft_s: seconds for the graft.
     answer_s: seconds for what was computed behind it.
+    kv: memory and store that it took, a `streaming.Usage`; None without a
+      passage.
   """
 
   question: str
@@ -88,6 +90,7 @@ class Selection:
   route_s: float = 0.0
   graft_s: float = 0.0
   answer_s: float = 0.0
+  kv: dict[str, Any] | None = None
 
   def to_json(self) -> dict[str, Any]:
     """Returns all fields."""
@@ -322,7 +325,8 @@ def ask(
       tokens_decoded=len(made.token_ids), exact=context.exact,
       tokens_restored=context.tokens_restored,
       tokens_computed=context.tokens_computed, graft_s=round(graft_s, 6),
-      answer_s=round(time.perf_counter() - began - graft_s, 6))
+      answer_s=round(time.perf_counter() - began - graft_s, 6),
+      kv=dataclasses.asdict(context.usage()))
 
 
 def choose(
@@ -366,7 +370,8 @@ def choose(
       tokens=[len(one) for one in ids], exact=context.exact,
       tokens_restored=context.tokens_restored,
       tokens_computed=context.tokens_computed, graft_s=round(graft_s, 6),
-      answer_s=round(time.perf_counter() - began - graft_s, 6))
+      answer_s=round(time.perf_counter() - began - graft_s, 6),
+      kv=dataclasses.asdict(context.usage()))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvgraft_jax import artifact as artifact_lib
+from kvgraft_jax import cache as cache_lib
 from kvgraft_jax import config as config_lib
 from kvgraft_jax import engine
 from kvgraft_jax import errors
@@ -212,6 +213,7 @@ class _Stream:
     """Computes, writes and publishes; returns the Artifact."""
     model, fields = self._model, self._fields
     args = fields, self._layouts, self._own
+    self._check_host()
     writer = self._store.resume(*args) or self._store.create(
         *args, journal=True)
     with writer:
@@ -246,6 +248,23 @@ class _Stream:
         tokens_resumed=context.tokens_restored and (
             fields.end - fields.start - context.tokens_computed),
         usage=context.usage())
+
+  def _check_host(self):
+    """Raises UsageError if host memory may not take what has to pass it."""
+    config, profile = self._model.config, self._model.profile
+    spec = config.spec(config_lib.GLOBAL)
+    layout = streaming_lib.layout(
+        config, profile, self._streaming.device_kv_bytes)
+    # What leaves the device waits here until its block is whole.
+    positions = layout.hot + self._fields.block
+    needed = 2 * positions * (
+        len(config.kind_layers(config_lib.GLOBAL)) * spec.kv_heads
+        * spec.head_dim * np.dtype(cache_lib.BITS[profile.dtype]).itemsize)
+    if self._streaming.host_limit() < needed:
+      raise errors.UsageError(
+          f'host_kv_bytes: expected at least {needed} for a deposit that'
+          f' streams, found {self._streaming.host_limit()}; raise it, or lower'
+          ' --device_kv_bytes')
 
   def _blocks(self, kind):
     return artifact_lib.blocks_of(

@@ -156,12 +156,17 @@ def _check_self_test(lines: Lines, verdict: Mapping[str, Any]) -> bool:
   model = engine.load_model(
       run['config']['model'], dtype=dtype, self_test=False, **sizes)
   report = selftest.run(model.config, model.profile, model.params)
-  theirs = recorded['self_test']
-  for name, a, b in results.differences(theirs['digests'], report.digests):
+  # A later version of the recipe tests more, and nothing else otherwise.
+  theirs = {what: {k: v for k, v in recorded['self_test'][what].items()
+                   if v is not None} for what in ('digests', 'invariances')}
+  ours = {'digests': report.digests, 'invariances': report.invariances}
+  ours = {what: {k: v for k, v in found.items() if k in theirs[what]}
+          for what, found in ours.items()}
+  for name, a, b in results.differences(theirs['digests'], ours['digests']):
     raise errors.DamageError(
         f'self-test of {dtype}, case {name}: expected {a[:16]}, found {b[:16]}')
   for name, a, b in results.differences(
-      theirs['invariances'], report.invariances):
+      theirs['invariances'], ours['invariances']):
     raise errors.DamageError(
         f'self-test of {dtype}, {name}: expected {a}, found {b}')
   return report.exact

@@ -650,7 +650,8 @@ class Streamed:
   def _fold(self, carry, spans, flow, starts):
     page = self._programs.profile.page
     state = carry['state']
-    for (start, stop), slot in zip(spans, flow):
+    for start, stop in spans:
+      slot = next(flow)
       k, v = (jax.device_put(side, may_alias=True)
               for side in (slot.k, slot.v))
       args = (carry['q'], state, k, v, np.int32(start // page),
