@@ -10,6 +10,7 @@ always evict what is needed next.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 import dataclasses
 import threading
@@ -210,28 +211,33 @@ class Cold:
 
   def _fill(self, layers: slice, start, stop, k, v) -> bool:
     """Fills all of [layers, start:stop); tells if a store was all it read."""
-    with self._lock:
-      own, backings = list(self._own), list(self._backings)
     at, only = start, True
     while at < stop:
-      extent = next((e for e in own if e.start <= at < e.stop), None)
-      if extent is not None:
-        end, only = min(stop, extent.stop), False
-        there = slice(at - extent.start, end - extent.start)
-        here = slice(at - start, end - start)
-        k[:, here] = extent.k[layers, there]
-        v[:, here] = extent.v[layers, there]
-        at = end
-        continue
-      backing = next((b for b in backings if b.start <= at < b.stop), None)
-      if backing is None:
-        raise AssertionError(f'cold position {at} is nowhere')
-      end = min([stop, backing.stop] + [e.start for e in own if e.start > at])
+      holder, end = self._holder(at)
+      end = min(end, stop)
       here = slice(at - start, end - start)
-      nbytes = backing.read(layers, at, end, k[:, here], v[:, here])
-      blocks = -(-end // backing.block) - at // backing.block
-      with self._lock:
-        self.store_bytes += nbytes
-        self.store_blocks += blocks * (layers.stop - layers.start)
+      if isinstance(holder, _Extent):
+        there = slice(at - holder.start, end - holder.start)
+        k[:, here] = holder.k[layers, there]
+        v[:, here] = holder.v[layers, there]
+        only = False
+      else:
+        nbytes = holder.read(layers, at, end, k[:, here], v[:, here])
+        blocks = -(-end // holder.block) - at // holder.block
+        with self._lock:
+          self.store_bytes += nbytes
+          self.store_blocks += blocks * (layers.stop - layers.start)
       at = end
     return only
+
+  def _holder(self, at: int) -> tuple[_Extent | Backing, int]:
+    """Returns what holds position `at`, and up to where; host memory first."""
+    with self._lock:
+      i = bisect.bisect_right(self._own, at, key=lambda e: e.start)
+      if i and at < self._own[i - 1].stop:
+        return self._own[i - 1], self._own[i - 1].stop
+      following = self._own[i].start if i < len(self._own) else self.stop
+      for backing in self._backings:
+        if backing.start <= at < backing.stop:
+          return backing, min(backing.stop, following)
+    raise AssertionError(f'cold position {at} is nowhere')

@@ -157,11 +157,11 @@ def _check_self_test(lines: Lines, verdict: Mapping[str, Any]) -> bool:
       run['config']['model'], dtype=dtype, self_test=False, **sizes)
   report = selftest.run(model.config, model.profile, model.params)
   # A later version of the recipe tests more, and nothing else otherwise.
-  theirs = {what: {k: v for k, v in recorded['self_test'][what].items()
-                   if v is not None} for what in ('digests', 'invariances')}
-  ours = {'digests': report.digests, 'invariances': report.invariances}
-  ours = {what: {k: v for k, v in found.items() if k in theirs[what]}
-          for what, found in ours.items()}
+  theirs, ours = ({
+      what: {k: v for k, v in side[what].items()
+             if recorded['self_test'][what].get(k) is not None}
+      for what in ('digests', 'invariances')}
+                  for side in (recorded['self_test'], report.to_json()))
   for name, a, b in results.differences(theirs['digests'], ours['digests']):
     raise errors.DamageError(
         f'self-test of {dtype}, case {name}: expected {a[:16]}, found {b[:16]}')
