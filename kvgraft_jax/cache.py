@@ -74,8 +74,8 @@ def slots_for(
 ) -> int:
   """Returns the capacity that a context of `positions` is given.
 
-  Few sizes, so that few programs are compiled; at most what the model's
-  context takes, a padded chunk included.
+  Few sizes, so that few programs are compiled; up to the length that the model
+  was trained for at most what that takes, a padded chunk included.
   """
   slots = 8 * profile.chunk
   while slots < positions + profile.chunk:

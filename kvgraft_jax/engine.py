@@ -11,6 +11,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import logging
 from typing import Any
@@ -411,15 +412,23 @@ class Context:
         ends behind the last step that was finished: as it was, if the tokens
         are no more than a chunk. `length` tells; extend it by the rest.
     """
-    before = self.length
-    self.tokens += self.model.check_tokens(tokens, self.length)
-    try:
+    with self._extended(self.model.check_tokens(tokens, self.length)):
       self.compute(progress=progress)
-    except errors.KvgraftError:
-      # Only a streamed context can fail here. What whole steps have run stays.
+    return self
+
+  @contextlib.contextmanager
+  def _extended(self, tokens: list[int]) -> Iterator[None]:
+    """Appends `tokens`; takes back those that have not run after an error.
+
+    What whole steps have run stays: a store, or the user, stopped the others.
+    """
+    before = self.length
+    self.tokens += tokens
+    try:
+      yield
+    except BaseException:
       del self.tokens[max(self._done, before):]
       raise
-    return self
 
   def append(self, token: int) -> None:
     """Appends one token without running it yet."""
@@ -571,9 +580,14 @@ class Context:
           'logits: expected at least one token in the context, found none')
     self.compute()
     if self._last is None:
+      restored = self.tokens_restored
       self._done -= 1
-      self.tokens_restored = min(self.tokens_restored, self._done)
-      self.compute()
+      self.tokens_restored = min(restored, self._done)
+      try:
+        self.compute()
+      except BaseException:
+        self._done, self.tokens_restored = self.length, restored
+        raise
     assert self._last is not None
     return self._last
 
@@ -593,10 +607,10 @@ class Context:
     """Extends by `tokens`; returns their hidden rows float32 [n, D], host."""
     tokens = self.model.check_tokens(tokens, self.length)
     self.compute()
-    self.tokens += tokens
     parts = [np.zeros((0, self.model.config.width), np.float32)]
-    while self._done < self.length:
-      parts.append(np.asarray(self._step(self.length, every=True)))
+    with self._extended(tokens):
+      while self._done < self.length:
+        parts.append(np.asarray(self._step(self.length, every=True)))
     return np.concatenate(parts)
 
   def logits_of(

@@ -35,7 +35,7 @@ class NotFoundError(UsageError):
 
 
 class CapacityError(UsageError):
-  """More positions were asked for than the cache or the model can hold."""
+  """More positions were asked for than the model or the memory can hold."""
 
 
 class IncompatibleError(UsageError):

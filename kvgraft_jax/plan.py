@@ -14,11 +14,36 @@ from kvgraft_jax import errors
 from kvgraft_jax import grafting
 from kvgraft_jax import memory
 from kvgraft_jax import numerics
+from kvgraft_jax import rope
+from kvgraft_jax import streaming
 from kvgraft_jax.checkpoints import huggingface
 from kvgraft_jax.checkpoints import resolve
 from kvgraft_jax.checkpoints import tree
 
 MODES = (artifact_lib.FULL, artifact_lib.WINDOW)
+
+
+@dataclasses.dataclass(frozen=True)
+class Streamed:
+  """What a streamed context needs. All sizes are bytes.
+
+  Attributes:
+    device_kv_least: least K and V on the device, however long the context is.
+    device_kv_default: what it takes unless told otherwise.
+    needed: on the device with that, weights and scratch included.
+    needed_least: likewise with the least.
+    read_per_step: K and V that a decode step behind the context, just grafted,
+      reads: from host memory as far as they may stay there, else from the
+      store.
+  """
+
+  device_kv_least: int
+  device_kv_default: int
+  needed: int
+  needed_least: int
+  read_per_step: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
   """What one model needs for one context. All sizes are bytes.
@@ -37,6 +62,7 @@ class Plan:
     needed: on the device, to continue a context, grafted or not.
     needed_to_deposit: on the device, to compute and store one.
     artifact: sliding mode -> data files of an artifact of [0, context).
+    streamed: the same context, streamed.
   """
 
   model: str
@@ -52,6 +78,7 @@ class Plan:
   needed: int
   needed_to_deposit: int
   artifact: dict[str, int]
+  streamed: Streamed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,25 +194,63 @@ def artifact_bytes(
   return sum(artifact_lib.data_files(fields, layouts).values())
 
 
+def streamed(
+    config: config_lib.ModelConfig, profile: numerics.Profile, positions: int
+) -> Streamed:
+  """Returns what a streamed context of `positions` needs."""
+  least = streaming.least_bytes(config, profile)
+  default = streaming.layout(config, profile).device_bytes
+  beside = (tree.weight_bytes(config, profile.dtype)
+            + memory.scratch_bytes(config, profile.chunk))
+  # All pages but the last one are cold behind a graft; a block is read whole.
+  cold = (positions - 1) // profile.page * profile.page
+  read = min(
+      positions, cache_lib.round_up(cold, grafting.default_block(profile)))
+  return Streamed(
+      least, default, beside + default, beside + least,
+      read * kv_bytes(config, profile.dtype)[config_lib.GLOBAL])
+
+
+def most_positions(config: config_lib.ModelConfig, beyond: bool) -> int:
+  """Returns the most positions of a context.
+
+  Args:
+    config: architecture.
+    beyond: let it be longer than the model was trained for.
+  """
+  return rope.MAX_POSITION if beyond else config.max_context
+
+
+def _check_length(
+    what: str, found: int, config: config_lib.ModelConfig, beyond: bool
+) -> None:
+  most = most_positions(config, beyond)
+  if 0 < found <= most:
+    return
+  limit = ('the positions that are exact' if beyond
+           else f'the context of {config.name}')
+  raise errors.CapacityError(
+      f'{what}: expected 1 to {most}, {limit}, found {found}; choose fewer'
+      + ('' if beyond else ', or --allow_beyond_trained'))
+
+
 def make(
     config: config_lib.ModelConfig, profile: numerics.Profile,
-    context: int | None = None,
+    context: int | None = None, *, beyond: bool = False,
 ) -> Plan:
   """Returns the plan of a model for `context` positions.
 
   Args:
     config: architecture.
     profile: numerics.
-    context: positions; None for the model's whole context.
+    context: positions; None for what the model was trained for.
+    beyond: let them be more than that.
 
   Raises:
-    CapacityError: if the model's context is shorter.
+    CapacityError: if they are more than may be.
   """
   context = config.max_context if context is None else context
-  if not 0 < context <= config.max_context:
-    raise errors.CapacityError(
-        f'context: expected 1 to {config.max_context}, the context of'
-        f' {config.name}, found {context}; choose a shorter one')
+  _check_length('context', context, config, beyond)
   per_token = kv_bytes(config, profile.dtype)
   return Plan(
       model=config.name, dtype=profile.dtype, context=context,
@@ -198,22 +263,26 @@ def make(
       needed=needed_bytes(config, profile, context),
       needed_to_deposit=needed_bytes(config, profile, context, deposit=True),
       artifact={mode: artifact_bytes(config, profile, context, mode)
-                for mode in MODES})
+                for mode in MODES},
+      streamed=streamed(config, profile, context))
 
 
 def largest_context(
     config: config_lib.ModelConfig, profile: numerics.Profile, available: int,
-    *, deposit: bool = False,
+    *, deposit: bool = False, beyond: bool = False,
 ) -> int:
   """Returns the most positions that fit into `available` bytes; 0 for none.
+
+  With all keys and values on the device, that is.
 
   Args:
     config: architecture.
     profile: numerics.
     available: bytes.
     deposit: count what depositing needs beside computing.
+    beyond: let them be more than the model was trained for.
   """
-  low, high = 0, config.max_context
+  low, high = 0, most_positions(config, beyond)
   while low < high:
     middle = (low + high + 1) // 2
     needed = needed_bytes(config, profile, middle, deposit=deposit)
@@ -223,7 +292,7 @@ def largest_context(
 
 def corpus(
     config: config_lib.ModelConfig, profile: numerics.Profile, tokens: int,
-    passage_tokens: int,
+    passage_tokens: int, *, beyond: bool = False,
 ) -> Corpus:
   """Returns what the store of a corpus takes.
 
@@ -232,14 +301,12 @@ def corpus(
     profile: numerics.
     tokens: of the corpus.
     passage_tokens: of a passage.
+    beyond: let a passage be longer than the model was trained for.
 
   Raises:
-    CapacityError: if a passage is longer than the model's context.
+    CapacityError: if a passage is longer than a context may be.
   """
-  if not 0 < passage_tokens <= config.max_context:
-    raise errors.CapacityError(
-        f'passage_tokens: expected 1 to {config.max_context}, the context of'
-        f' {config.name}, found {passage_tokens}; choose shorter passages')
+  _check_length('passage_tokens', passage_tokens, config, beyond)
   whole, rest = divmod(tokens, passage_tokens)
   passage, store = {}, {}
   for mode in MODES:

@@ -387,10 +387,11 @@ def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 @dataclasses.dataclass
 class _Slot:
-  """A pair of host buffers, and what still reads them on the device."""
+  """A pair of host buffers, what fills them and what reads them."""
 
   k: np.ndarray
   v: np.ndarray
+  filling: futures.Future | None = None
   reader: Any = None
 
 
@@ -425,7 +426,7 @@ class Ring:
     The consumer sets its `reader` to what must be ready before it is filled
     again. When this ends, however it ends, no thread fills any more.
     """
-    pending: collections.deque = collections.deque()
+    pending: collections.deque[_Slot] = collections.deque()
     free = collections.deque(self._slots)
     left = collections.deque(requests)
 
@@ -435,28 +436,37 @@ class Ring:
         jax.block_until_ready(slot.reader)
         slot.reader = None
       n = stop - start
-      pending.append((slot, self._pool.submit(
-          cold.fill, row, start, stop, slot.k[:n], slot.v[:n])))
+      slot.filling = self._pool.submit(
+          cold.fill, row, start, stop, slot.k[:n], slot.v[:n])
+      pending.append(slot)
 
     try:
+      self._let_fills_end()  # A second interrupt may have left some.
       # One is left to what the device reads at the moment.
       while left and len(pending) < len(self._slots) - 1:
         submit()
+      busy = None
       while pending:
-        slot, future = pending.popleft()
-        began = time.perf_counter()
-        try:
-          future.result()
-        except BaseException:
-          free.append(slot)
-          raise
-        self.waited_s += time.perf_counter() - began
+        slot = pending.popleft()
+        future = slot.filling
+        assert future is not None
+        if not future.done():
+          jax.block_until_ready(busy)  # Only what comes behind it is waiting.
+          began = time.perf_counter()
+          futures.wait([future])
+          self.waited_s += time.perf_counter() - began
+        future.result()
         yield slot
+        busy = slot.reader
         free.append(slot)
         if left:
           submit()
     finally:
-      futures.wait([future for _, future in pending])
+      # The one just waited for, too: an interrupt does not end its thread.
+      self._let_fills_end()
+
+  def _let_fills_end(self) -> None:
+    futures.wait([s.filling for s in self._slots if s.filling is not None])
 
 
 class Streamed:
@@ -535,11 +545,13 @@ class Streamed:
                 max(done - 1, 0) // page - self.base // page)
     assert pages * page >= lacking, (done, rows, self.base, hot)
     self.cold.make_room(pages * page)
-    stop = self.base + pages * page
+    stop, args = self.base + pages * page, (self.cache, np.int32(pages))
+    # Compiled before anything changes: that is when users interrupt.
+    move = self._programs.compiled(('move', hot), functools.partial(
+        move_down, page=page), args, (0,))
+    assert self.cold.stop == self.base, (self.cold.stop, self.base)
     self.cold.append(*self.rows(self.base, stop))
-    self.cache = self._program('move', (hot,), functools.partial(
-        move_down, page=page), (self.cache, np.int32(pages)), donate=(0,))
-    self.base = stop
+    self.cache, self.base = move(*args), stop
 
   def restore(
       self, cache: cache_lib.KVCache, base: int,

@@ -120,8 +120,8 @@ def test_texts_that_cannot_be_used(scene, tmp_path, command):
   line = refusal(2, *args, '--capacity=256', f'--prompt={TEXT}{TEXT}')
   assert 'capacity of 256' in line
   with open(path, 'wb') as f:
-    f.truncate(100 << 20)
-  assert '64 MiB' in refusal(2, *args, f'{file_flag}{path}')
+    f.truncate(300 << 20)
+  assert '256 MiB' in refusal(2, *args, f'{file_flag}{path}')
 
 
 @pytest.mark.parametrize('ids, message', [

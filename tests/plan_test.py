@@ -16,6 +16,7 @@ from kvgraft_jax import errors
 from kvgraft_jax import memory
 from kvgraft_jax import numerics
 from kvgraft_jax import plan
+from kvgraft_jax import rope
 from kvgraft_jax import store as store_lib
 from kvgraft_jax.checkpoints import hf_export
 from kvgraft_jax.checkpoints import tree
@@ -98,6 +99,42 @@ def test_weights_and_cache_are_as_large_as_planned(dtype):
         2 if dtype == 'bfloat16' else 4)
 
 
+@pytest.mark.parametrize('spec', ['tiny:0', 'tiny-gemma4-12b:0'])
+def test_streamed_contexts_take_and_read_what_is_planned(tmp_path, spec):
+  model = model_helpers.tiny_of(spec)
+  store = store_lib.Store(str(tmp_path))
+  # Around a page of 16 and a block of 32, which is read whole.
+  for length in (1, 16, 17, 33, 64, 100, 209):
+    planned = plan.make(model.config, model.profile, length).streamed
+    made = kv.deposit(model, store, model_helpers.tokens(length))
+    context = kv.graft(
+        model, store, made, streaming=kv.Streaming(host_kv_bytes=1))
+    assert context.nbytes == planned.device_kv_default
+    before = context.usage().store_bytes_read
+    context.append(7)
+    context.compute()
+    assert context.usage().store_bytes_read - before == planned.read_per_step
+  context = model.prefill([5], streaming=kv.Streaming(planned.device_kv_least))
+  assert context.nbytes == planned.device_kv_least
+  with pytest.raises(errors.UsageError, match='device_kv_bytes'):
+    model.prefill([5], streaming=kv.Streaming(planned.device_kv_least - 1))
+
+
+def test_a_streamed_context_needs_the_same_at_every_length():
+  config = config_lib.PRESETS['gemma3-270m']
+  made = [plan.make(config, CPU, n, beyond=True)
+          for n in (8_192, 1 << 18, 1 << 24)]
+  assert len({(m.streamed.needed, m.streamed.needed_least)
+              for m in made}) == 1
+  # 3 global layers of one kv head: 3,072 bytes a token.
+  assert [m.streamed.read_per_step for m in made] == [
+      8_192 * 3072, (1 << 18) * 3072, (1 << 24) * 3072]
+  small = made[0].streamed
+  assert small.device_kv_least < small.device_kv_default < made[0].cache
+  assert made[0].needed - made[0].cache == small.needed - (
+      small.device_kv_default)
+
+
 def test_the_default_profile_is_the_models():
   model = engine.load_model('tiny:0', self_test=False)
   assert numerics.profile_for(model.config, 'bfloat16') == model.profile
@@ -147,6 +184,8 @@ def test_the_longest_context_is_the_last_that_fits():
     assert needed(longest) <= available < needed(longest + 1)
   assert plan.largest_context(config, CPU, 10**9) == 0
   assert plan.largest_context(config, CPU, 10**12) == config.max_context
+  assert plan.largest_context(
+      config, CPU, 10**12, beyond=True) == rope.MAX_POSITION
 
 
 @pytest.mark.parametrize('spec, name', [
@@ -175,9 +214,40 @@ def test_command():
   assert all(name in result.stdout for name in config_lib.PRESETS)
 
 
+def test_command_beyond_the_trained_length():
+  argv = ('plan', '--model=gemma3-1b', '--context=1000000',
+          '--allow_beyond_trained')
+  found = command_helpers.ok(*argv)
+  assert found['context'] == 1_000_000 and found['beyond_trained'] is True
+  streamed = found['streamed']
+  # The last page is on the device; the one in front of it ends a block.
+  assert streamed['read_per_step'] == 999_936 * 4096
+  assert found['fits_streamed'] == (
+      streamed['needed'] <= found['available_bytes'])
+  text = command_helpers.call(*argv).stdout
+  assert 'beyond the trained length' in text
+  assert memory.human(streamed['device_kv_default']) + ' by default' in text
+  assert memory.human(streamed['device_kv_least']) + ' at least' in text
+  assert memory.human(streamed['read_per_step']) + ' from host' in text
+  short = command_helpers.call('plan', '--model=gemma3-1b', '--context=1000')
+  assert short.json['beyond_trained'] is False
+  assert 'beyond the trained length' not in short.stdout
+  found = command_helpers.ok(
+      'plan', '--context=200000', '--allow_beyond_trained')
+  assert {m['context'] for m in found['models']} == {200_000}
+  found = command_helpers.ok(
+      'plan', '--model=tiny:0', '--corpus_tokens=20000',
+      '--passage_tokens=9999', '--allow_beyond_trained')
+  assert found['corpus']['passages'] == 3
+
+
 @pytest.mark.parametrize('argv, message', [
     (['--model=gemma9'], 'no such size or checkpoint'),
-    (['--model=gemma3-1b', '--context=32769'], '1 to 32768'),
+    (['--model=gemma3-1b', '--context=32769'],
+     '1 to 32768, the context of gemma3-1b, found 32769; choose fewer, or'
+     ' --allow_beyond_trained'),
+    (['--model=gemma3-1b', '--context=16777217', '--allow_beyond_trained'],
+     '1 to 16777216, the positions that are exact'),
     (['--model=gemma3-1b', '--corpus_tokens=5'], 'give both'),
     (['--corpus_tokens=5', '--passage_tokens=5'], 'one --model'),
     (['--model=tiny:0', '--corpus_tokens=5', '--passage_tokens=9999'],

@@ -120,6 +120,94 @@ def test_speculation_bench_compares_and_counts():
   assert _script('bench_speculation.py', '--rows=1').returncode == 2
 
 
+def test_stream_bench_compares_and_measures(tmp_path):
+  out = tmp_path / 'out.json'
+  done = _script('bench_stream.py', 'equal', 'long', '--quick', f'--out={out}')
+  assert done.returncode == 0, done.stderr
+  report = json.loads(done.stdout.splitlines()[-1])
+  assert report == json.loads(out.read_text(encoding='utf-8'))
+  assert report['equal'] is True
+  run, = report['equal_runs']
+  assert run['killed'] and run['ids_equal'] and run['length'] == 700
+  assert run['tokens_resumed'] + run['tokens_computed_after'] == 700
+  assert 0 < run['tokens_resumed'] <= 352
+  assert run['device_kv_bytes'] <= run['device_kv_limit'] < (
+      run['memory_kv_bytes'] / 4)
+  found = run['verify']
+  assert found['sha256_equal'] == found['continuations'] == 4
+  assert found['max_kl'] == 0 and found['greedy_tokens_equal'] == 64
+  assert run['store_bytes_read'] > 0
+  long = report['long']
+  assert [row['length'] for row in long['rows']] == [300, 600, 1200, 1400]
+  assert len(long['device_kv_bytes']) == 1
+  for row in long['rows']:
+    assert row['store']['store_bytes_a_step'] >= row['read_bytes'] > 0
+    assert row['host']['store_bytes_a_step'] < row['read_bytes']
+    assert row['host']['host_kv_bytes'] > row['store']['host_kv_bytes'] == 0
+    assert row['step_to_read'] == pytest.approx(
+        row['store']['step_s'] / row['read_s'])
+    assert len(row['store']['steps_s']) == 3
+  assert long['slope_s_per_position'].keys() == {
+      'step_host', 'step_store', 'read', 'read_unverified'}
+  audit = long['audit']
+  assert audit['blocks_equal'] == audit['blocks_checked'] == 10
+  assert len(audit['blocks']) == 5
+  assert 'step/read' in done.stdout and 'audit: 10 of 10' in done.stdout
+  refused = _script('bench_stream.py', 'long')
+  assert refused.returncode == 2 and '--store and --artifact' in refused.stderr
+
+
+def test_corpus_bench_plants_routes_answers_and_goes_on(tmp_path):
+  pytest.importorskip('bm25s')
+  work, out = tmp_path / 'work', tmp_path / 'out.json'
+  args = ('bench_corpus.py', '--quick', f'--work={work}', f'--out={out}')
+  done = _script(*args)
+  assert done.returncode == 0, done.stderr
+  report = json.loads(done.stdout.splitlines()[-1])
+  assert report == json.loads(out.read_text(encoding='utf-8'))
+  assert report['exact'] is report['nothing_computed_again'] is True
+  built = report['corpora']
+  assert built['100']['tokens_computed'] == built['100']['tokens']
+  assert built['10']['documents'] < built['50']['documents'] < 6
+  rows = report['rows']
+  for row in rows:
+    sentence = f'The access code of the {row["name"]} archive is {row["code"]}.'
+    text = (work / 'texts' / row['source']).read_text(encoding='utf-8')
+    found = text.index(sentence, row['start'], row['stop'])
+    assert text.count(row['code']) == text.count(row['name']) == 1
+    assert text[found - 2:found] == '\n\n'
+    assert found / len(text) == pytest.approx(row['depth'], abs=0.2)
+    assert len(row['right_passage']['logprobs']) == 4
+    assert row['right_passage']['tokens_restored'] == row['tokens']
+    assert row['fresh_tokens_computed'] == (
+        row['tokens'] + row['right_passage']['tokens_computed'])
+    for router in ('bm25', 'model'):
+      assert row[router]['right'] == (row[router]['passage'] == row['passage'])
+  found = report['summary']
+  assert found['facts'] == found['exact'] == len(rows) == 6
+  assert found['routers']['address']['right'] == 6
+  assert found['routers']['bm25']['right'] == sum(
+      row['bm25']['right'] for row in rows)
+  assert set(found['answers']) == {
+      'right passage', 'no passage', 'routed by bm25', 'routed by model'}
+  for depths in ('by_document_depth', 'by_passage_depth'):
+    assert sum(row['facts'] for row in found[depths]) == 6
+  assert report['times'].keys() == {'10', '50', '100'}
+  for row in report['times'].values():
+    assert row['total_s'] > 0 and row['exact'] and row['questions'] > 0
+    assert 0 <= row['right'] <= row['questions']
+    assert row['device_kv_bytes'] == report['times']['100']['device_kv_bytes']
+  assert report['verify']['equal'] == report['verify']['passages'] == 1
+  assert 'by tenth of the document' in done.stdout
+  again = _script(*args)
+  assert again.returncode == 0, again.stderr
+  after = json.loads(again.stdout.splitlines()[-1])
+  assert after['corpora']['100']['tokens_computed'] == 0
+  assert after['summary']['answers'] == found['answers']
+  other = _script('bench_corpus.py', '--quick', f'--work={work}', '--facts=3')
+  assert other.returncode == 2 and 'expected at least 4' in other.stderr
+
+
 REPORT = {
     'matmuls': {
         'a.qkv': {'equal_128': {'1': [16, 64, 128]}, 'equal_512': {'1': [512]}},

@@ -131,8 +131,8 @@ def _describe(e: Exception) -> tuple[str, int]:
   if isinstance(e, errors.KvgraftError):
     return str(e), e.exit_code
   if isinstance(e, MemoryError) or 'RESOURCE_EXHAUSTED' in str(e)[:200]:
-    return ('out of memory; use a smaller --capacity, a shorter text or fewer'
-            ' samples'), 1
+    return ('out of memory; use a smaller --capacity, a shorter text, fewer'
+            ' samples, or --device_kv_bytes where the command has it'), 1
   if isinstance(e, OSError) and e.strerror:
     name = f'{e.filename}: ' if e.filename else ''
     return f'{name}{e.strerror}; check the path, its permissions and space', 1

@@ -46,10 +46,7 @@ def model(
         'capacity', None, "Most positions of a context; the model's by"
         ' default.', lower_bound=1, flag_values=fv)
   if one_dtype and beyond:
-    flags.DEFINE_boolean(
-        'allow_beyond_trained', False, 'Let a context be longer than the model'
-        ' was trained for, up to 16,777,216 positions: just as exact, but what'
-        ' the model makes of it is untried.', flag_values=fv)
+    beyond_trained(fv)
   for name, what in (
       ('chunk', 'Rows of a prefill step'), ('tile', 'Rows of a decode step'),
       ('page', 'Positions of an attention partial')):
@@ -59,6 +56,14 @@ def model(
   flags.DEFINE_integer(
       'threads', None, 'CPU threads; all cores by default.', lower_bound=1,
       upper_bound=1024, flag_values=fv)
+
+
+def beyond_trained(fv: flags.FlagValues) -> None:
+  """Defines whether contexts may be longer than the model was trained for."""
+  flags.DEFINE_boolean(
+      'allow_beyond_trained', False, 'Let a context be longer than the model'
+      ' was trained for, up to 16,777,216 positions: just as exact, but what'
+      ' the model makes of it is untried.', flag_values=fv)
 
 
 def store(fv: flags.FlagValues) -> None:

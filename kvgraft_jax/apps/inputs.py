@@ -13,8 +13,8 @@ from kvgraft_jax import chat
 from kvgraft_jax import errors
 from kvgraft_jax.apps import common
 
-# No context comes near this many bytes of text; files beyond are not read.
-_MOST_BYTES = 64 << 20
+# The longest context, 2**24 token ids, takes half of it; more is not read.
+_MOST_BYTES = 256 << 20
 # Of one token; the longest pieces of known vocabularies are below 100.
 _BYTES_PER_TOKEN = 256
 # Tokens in front of a boundary within which a merge would show.

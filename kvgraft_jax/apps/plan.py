@@ -1,7 +1,9 @@
 """What a model needs: weights, cache, artifacts, a corpus; nothing is loaded.
 
 Sizes are exact but for the scratch, which is an estimate. A deposit also keeps
-sliding rows on the host, and on CPU that is the device's memory.
+sliding rows on the host, and on CPU that is the device's memory; with --stream
+only the last of them. A streamed context needs the same device memory at every
+length, and each decode step reads what is not on the device.
 """
 
 import dataclasses
@@ -13,6 +15,7 @@ from kvgraft_jax import config as config_lib
 from kvgraft_jax import errors
 from kvgraft_jax.apps import cli
 from kvgraft_jax.apps import common
+from kvgraft_jax.apps import flags
 
 EXAMPLE = '--model=gemma4-12b --context=32768'
 
@@ -26,8 +29,9 @@ def define(fv: absl_flags.FlagValues) -> None:
       'dtype', 'bfloat16', ['bfloat16', 'float32'],
       'Of weights, operands and cache.', flag_values=fv)
   absl_flags.DEFINE_integer(
-      'context', None, "Positions; the model's whole context by default.",
+      'context', None, 'Positions; what the model was trained for by default.',
       lower_bound=1, flag_values=fv)
+  flags.beyond_trained(fv)
   absl_flags.DEFINE_integer(
       'devices', 1, 'Spread the weights by columns over so many devices'
       ' (arithmetic only: running on several is planned).', lower_bound=1,
@@ -56,7 +60,7 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
     sizes = [_describe(plan, c, args, available)
              for c in config_lib.PRESETS.values()]
     _table(memory, sizes)
-    if args.context:
+    if args.context and not args.allow_beyond_trained:
       common.say('a context beyond a size\'s own is cut to it')
     _say_available(memory, available)
     return 0, {'available_bytes': available, 'models': sizes}
@@ -70,7 +74,8 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   corpus = None
   if args.corpus_tokens is not None:
     corpus = plan.corpus(config, numerics.profile_for(config, args.dtype),
-                         args.corpus_tokens, args.passage_tokens)
+                         args.corpus_tokens, args.passage_tokens,
+                         beyond=args.allow_beyond_trained)
   _show(memory, found)
   if corpus:
     common.say(f'corpus of {corpus.tokens:,} tokens in {corpus.passages:,}'
@@ -98,20 +103,24 @@ def _describe(
   """Returns the JSON of one model; its context is cut unless `strict`."""
   from kvgraft_jax import numerics  # Imports jax; --help does not.
   profile = numerics.profile_for(config, args.dtype)
+  beyond = args.allow_beyond_trained
   context = args.context or args.passage_tokens
   if context is not None and not strict:
-    context = min(context, config.max_context)
-  made = plan.make(config, profile, context)
+    context = min(context, plan.most_positions(config, beyond))
+  made = plan.make(config, profile, context, beyond=beyond)
   result = dataclasses.asdict(made) | {
       'devices': args.devices,
       'weights_per_device': -(-made.weights // args.devices),
-      'fits': None, 'largest_context': None, 'largest_deposit': None}
+      'beyond_trained': made.context > config.max_context, 'fits': None,
+      'fits_streamed': None, 'largest_context': None, 'largest_deposit': None}
   if available is not None:
     result |= {
         'fits': made.needed <= available,
-        'largest_context': plan.largest_context(config, profile, available),
+        'fits_streamed': made.streamed.needed <= available,
+        'largest_context': plan.largest_context(
+            config, profile, available, beyond=beyond),
         'largest_deposit': plan.largest_context(
-            config, profile, available, deposit=True)}
+            config, profile, available, deposit=True, beyond=beyond)}
   return result
 
 
@@ -130,6 +139,13 @@ def _show(memory: Any, found: dict[str, Any]) -> None:
   ]
   lines += [(f'artifact, sliding={mode}', human(nbytes))
             for mode, nbytes in found['artifact'].items()]
+  streamed = found['streamed']
+  lines += [
+      ('K and V on the device, streamed',
+       f'{human(streamed["device_kv_default"])} by default,'
+       f' {human(streamed["device_kv_least"])} at least, at any length'),
+      ('a streamed decode step reads', human(streamed['read_per_step'])
+       + ' from host memory or store')]
   if found['devices'] > 1:
     lines.append((f'weights on each of {found["devices"]} devices',
                   f'{human(found["weights_per_device"])} if columns divide'
@@ -138,8 +154,14 @@ def _show(memory: Any, found: dict[str, Any]) -> None:
     lines += [
         (f'{found["context"]:,} positions fit on this device', 'yes'
          if found['fits'] else f'NO: {human(found["needed"])} are needed'),
+        ('streamed they fit', 'yes' if found['fits_streamed'] else
+         f'NO: {human(streamed["needed"])} are needed,'
+         f' {human(streamed["needed_least"])} at least'),
         ('longest context that fits', f'{found["largest_context"]:,}'),
         ('longest deposit that fits', f'{found["largest_deposit"]:,}')]
+  if found['beyond_trained']:
+    lines.append(('beyond the trained length', 'just as exact, but what the'
+                  ' model makes of it is untried'))
   width = max(len(name) for name, _ in lines)
   for name, value in lines:
     common.say(f'{name:{width}}  {value}')
