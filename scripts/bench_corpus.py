@@ -417,7 +417,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
   routers: dict[str, Any] = {'address': {
       'right': sum(r['address_right'] for r in rows),
       'headings': {kind: headings.count(kind) for kind in set(headings)}}}
-  answers = {'right passage': given([r['right_passage'] for r in rows]),
+  behind_right = [r['right_passage'] for r in rows]
+  answers = {'right passage': given(behind_right),
              'no passage': given([r['bare'] for r in rows])}
   for name in ('bm25', 'model'):
     own = [r[name] for r in rows]
@@ -435,8 +436,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
       'by_document_depth': by_tenth(rows, 'depth'),
       'by_passage_depth': by_tenth(rows, 'passage_depth'),
       'exact': sum(r['exact'] for r in rows),
-      'tokens_restored': sum(r['right_passage']['tokens_restored'] for r in rows),
-      'tokens_computed': sum(r['right_passage']['tokens_computed'] for r in rows),
+      'tokens_restored': sum(one['tokens_restored'] for one in behind_right),
+      'tokens_computed': sum(one['tokens_computed'] for one in behind_right),
       'fresh_tokens_computed': sum(r['fresh_tokens_computed'] for r in rows)}
 
 
