@@ -155,14 +155,14 @@ def layout(
     device_kv_bytes: as in `Streaming`.
 
   Raises:
-    UsageError: if it is too little.
+    CapacityError: if it is too little.
   """
   least = least_bytes(config, profile)
   if device_kv_bytes is None:
     device_kv_bytes = _bytes(
         config, profile, profile.page + profile.chunk, _LONGEST_GROUP, _BUFFERS)
   if device_kv_bytes < least:
-    raise errors.UsageError(
+    raise errors.CapacityError(
         f'device_kv_bytes: expected at least {least} for {config.name} in'
         f' {profile.dtype} (its sliding windows, {profile.page + profile.chunk}'
         f' positions of its global layers and two buffers of {profile.page}),'

@@ -262,7 +262,7 @@ def audit(
               model, store, manifest, block.start, streaming=streaming)
           if block.start else engine.Context(model, streaming=streaming))
     except errors.UsageError as e:
-      if isinstance(e, errors.IncompatibleError):
+      if isinstance(e, (errors.CapacityError, errors.IncompatibleError)):
         raise
       # Its window is not stored: only from position 0 could it be computed.
       skipped += sum(block.stop > first for first, _ in stored.values())

@@ -51,6 +51,7 @@ QUICK = {'model': 'tiny:0', 'facts': 6, 'passage_tokens': 400, 'block': 32,
 TEXT = pathlib.Path(kvgraft_jax.__file__).parent / 'data' / 'document.txt'
 SHARES = (10, 50, 100)  # Per cent.
 OPTIONS = 4
+NEAR = 2000  # Characters between a wanted place and a border.
 # Must agree between a stored passage and a fresh computation.
 EXACT = ('logits_sha256', 'token_ids', 'logprobs')
 
@@ -144,9 +145,13 @@ def draw(
 
 
 def place(text: str, target: int) -> int:
-  """Returns the border of a paragraph nearest behind `target`, or the end."""
-  found = re.compile(r'\n[ \t]*\n+(?=\S)').search(text, target)
-  return found.end() if found else len(text)
+  """Returns the start of a paragraph near `target`, or else of a line."""
+  for border in (r'\n[ \t]*\n+(?=[ \t]*\S)', r'\n(?=[ \t]*\S)'):
+    ends = [found.end() for found in re.finditer(border, text)]
+    nearest = min(ends, key=lambda end: abs(end - target), default=len(text))
+    if abs(nearest - target) <= NEAR:
+      return nearest
+  return len(text)
 
 
 def plant(

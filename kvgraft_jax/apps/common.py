@@ -154,8 +154,9 @@ def streaming(args: Any, wanted: bool = False) -> Any:
   from kvgraft_jax import memory  # Imports jax; --help does not.
   from kvgraft_jax import streaming as streaming_lib
   return streaming_lib.Streaming(
-      device and memory.parse_bytes(device, 'device_kv_bytes'),
-      host and memory.parse_bytes(host, 'host_kv_bytes'))
+      *(None if text is None else memory.parse_bytes(text, flag)
+        for text, flag in ((device, 'device_kv_bytes'),
+                           (host, 'host_kv_bytes'))))
 
 
 def load_tokenizer(spec: str) -> Any:

@@ -46,9 +46,10 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   """Deposits; returns exit code and JSON."""
   if args.parent_length is not None and not args.parent:
     raise errors.UsageError('--parent_length needs --parent')
+  for name in ('device_kv_bytes', 'host_kv_bytes'):
+    if getattr(args, name) is not None and not args.stream:
+      raise errors.UsageError(f'--{name} needs --stream here')
   streaming = common.streaming(args, args.stream)
-  if streaming and not args.stream:
-    raise errors.UsageError('--device_kv_bytes needs --stream here')
   what = inputs.require_request(args, 'text_file')
   store = common.open_store(args, create=True)
   parent = store.find(args.parent) if args.parent else None
