@@ -61,7 +61,6 @@ class Cold:
 
   Attributes:
     stop: one past the last position that is held.
-    group: positions of a request that is worth keeping.
     host_kv_bytes: most bytes held in host memory.
     peak_host_bytes: most that were.
     store_bytes: bytes read from stores so far.
@@ -69,33 +68,30 @@ class Cold:
   """
 
   def __init__(
-      self, shape: tuple[int, int, int], element: np.dtype, group: int,
-      host_kv_bytes: int,
+      self, shape: tuple[int, int, int], element: np.dtype, host_kv_bytes: int
   ):
     """Holds nothing yet.
 
     Args:
       shape: (global layers L, kv heads K, head dim H).
       element: type of a bit pattern.
-      group: positions of a request.
       host_kv_bytes: most bytes to hold in host memory.
     """
     self._shape = shape
     self._element = element
-    self.group = group
     self.host_kv_bytes = host_kv_bytes
     self.stop = 0
     self.peak_host_bytes = self.store_bytes = self.store_blocks = 0
     self._own: list[_Extent] = []
     self._backings: list[Backing] = []
-    # (layer row, start) of a whole group that was read from a store.
+    # (layer row, start) -> a group, or its first part, read from a store.
     self._kept: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
     self._host_bytes = 0
     self._lock = threading.Lock()
 
   def copy(self) -> Cold:
     """Returns an independent one that shares the arrays."""
-    other = Cold(self._shape, self._element, self.group, self.host_kv_bytes)
+    other = Cold(self._shape, self._element, self.host_kv_bytes)
     with self._lock:
       for name, value in vars(self).items():
         if name != '_lock':
@@ -185,17 +181,17 @@ class Cold:
     """
     with self._lock:
       kept = self._kept.get((row, start))
-    if kept is not None and stop - start == self.group:
-      k[...], v[...] = kept
+    if kept is not None and len(kept[0]) >= stop - start:
+      k[...], v[...] = (side[:stop - start] for side in kept)
       return
-    read = self._fill(slice(row, row + 1), start, stop, k[None], v[None])
-    if stop - start != self.group or not read:
+    if not self._fill(slice(row, row + 1), start, stop, k[None], v[None]):
       return
     with self._lock:
-      room = self.host_kv_bytes - self._host_bytes
-      if k.nbytes + v.nbytes <= room and (row, start) not in self._kept:
+      shorter = self._kept.get((row, start), (k[:0], v[:0]))
+      more = k.nbytes + v.nbytes - shorter[0].nbytes - shorter[1].nbytes
+      if 0 < more <= self.host_kv_bytes - self._host_bytes:
         self._kept[row, start] = k.copy(), v.copy()
-        self._host_bytes += k.nbytes + v.nbytes
+        self._host_bytes += more
         self.peak_host_bytes = max(self.peak_host_bytes, self._host_bytes)
 
   def rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:

@@ -496,7 +496,7 @@ class Streamed:
     shape = (spec.kv_heads, spec.head_dim)
     self.cold = cold_lib.Cold(
         (len(config.kind_layers(config_lib.GLOBAL)), *shape), element,
-        self.layout.group, streaming.host_limit())
+        streaming.host_limit())
     self._ring = ring or Ring(
         (self.layout.group, *shape), element, self.layout.buffers)
     self._names: dict[tuple, str] = {}

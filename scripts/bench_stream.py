@@ -12,11 +12,10 @@ streamed grafts are compared with fresh ones in memory.
 
 long: prefixes of a stored artifact (`kvgraft deposit --stream`, sliding=full),
 doubling, are grafted and go on greedily, one token a step: once with all that
-is cold in host memory, once from the store at every step. (Of each layer the
-last positions, which fill no buffer, are read from the store even so.) Beside
-it the same blocks are read without a model. What was read lately is in the
-operating system's page cache, so this measures copying and checking rather
-than a disk. Random blocks are audited.
+is cold in host memory, once from the store at every step. Beside it the same
+blocks are read without a model. What was read lately is in the operating
+system's page cache, so this measures copying and checking rather than a disk.
+Random blocks are audited.
 
 A table for people goes first; the last line on stdout is one JSON object.
 Exits 1 if anything differs.
@@ -254,8 +253,7 @@ def read_times(
   seconds, nbytes = [], 0
   for _ in range(count):
     cold = cold_lib.Cold(
-        (len(config.kind_layers(config_lib.GLOBAL)), *shape), element,
-        layout.group, 0)
+        (len(config.kind_layers(config_lib.GLOBAL)), *shape), element, 0)
     for source in found:
       cold.back(source.backing())
     cold.stop = base
