@@ -408,9 +408,10 @@ class Context:
     Raises:
       UsageError: if an id is not one of the model's; nothing has changed then.
       CapacityError: if there is no room; nothing has changed then.
-      KvgraftError: of a streamed context, if its store fails. The context then
-        ends behind the last step that was finished: as it was, if the tokens
-        are no more than a chunk. `length` tells; extend it by the rest.
+      KvgraftError: of a streamed context, if its store fails or the memory of
+        the host is full. The context then ends behind the last step that was
+        finished: as it was, if the tokens are no more than a chunk. `length`
+        tells; extend it by the rest.
     """
     with self._extended(self.model.check_tokens(tokens, self.length)):
       self.compute(progress=progress)
@@ -691,6 +692,12 @@ class Context:
 
     Returns:
       One `decode.Generation` a sample.
+
+    Raises:
+      UsageError: if a parameter is out of its range or the context is empty.
+      KvgraftError: of a streamed context, if its store fails. A single sample
+        has extended the context by what it chose until then, and the same call
+        for the rest goes on with the same draws.
     """
     params = sampling.SamplingParams(temperature, top_k, top_p, seed)
     if num_samples < 1:
