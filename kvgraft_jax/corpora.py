@@ -11,25 +11,21 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
-import contextlib
 import dataclasses
 import json
-import os
 import pathlib
-import sqlite3
 from typing import Any
-import urllib.parse
 
+from kvgraft_jax import database
 from kvgraft_jax import errors
 from kvgraft_jax import hashing
 from kvgraft_jax import passages as passages_lib
 
 FILE = 'corpus.sqlite'
 FORMAT = 1
-Path = str | os.PathLike[str]
+Path = database.Path
 
 _APPLICATION = 0x6B766370  # 'kvcp'.
-_WAIT_S = 60
 _PAGE = 200  # Passages that are read at once.
 
 _SCHEMA = (
@@ -59,6 +55,14 @@ _COLUMNS = ('p.id, d.path, p.ordinal, d.title, p.heading, p.headings, p.start,'
             ' p.stop, p.text, p.text_sha256, p.tokens, p.key, a.id')
 _FROM = ('FROM passages p JOIN documents d ON d.number = p.document'
          ' JOIN artifacts a ON a.key = p.key')
+_KIND = database.Kind(
+    file=FILE, noun='corpus', application=_APPLICATION, version=FORMAT,
+    schema=_SCHEMA,
+    missing='give the directory of a corpus, or build one with `kvgraft corpus'
+    ' build`',
+    empty='build the corpus',
+    repair='restore it from a copy, or remove it and build again: what is in'
+    ' the store is not computed again')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,30 +135,7 @@ class Corpus:
       DamageError: if it is no database.
       StorageError: if it cannot be opened.
     """
-    self._folder = pathlib.Path(path)
-    self.file = self._folder / FILE
-    if create:
-      try:
-        self._folder.mkdir(parents=True, exist_ok=True)
-      except OSError as e:
-        raise errors.StorageError(
-            f'{self._folder}: {e.strerror}; check the path and its permissions'
-        ) from None
-    elif not os.path.lexists(self.file):
-      raise errors.NotFoundError(
-          f'{self._folder}: there is no {FILE}; give the directory of a corpus,'
-          ' or build one with `kvgraft corpus build`')
-    quoted = urllib.parse.quote(os.fspath(self.file.absolute()))
-    mode = 'rwc' if create else 'rw'
-    with self._guard():
-      self._db = sqlite3.connect(
-          f'file:{quoted}?mode={mode}', uri=True, timeout=_WAIT_S,
-          isolation_level=None)
-    try:
-      self._open(create)
-    except BaseException:
-      self.close()
-      raise
+    self._file = database.Database(_KIND, path, create)
 
   def __enter__(self) -> Corpus:
     return self
@@ -164,94 +145,26 @@ class Corpus:
 
   def close(self) -> None:
     """Closes the file; calling it again does nothing."""
-    self._db.close()
+    self._file.close()
 
   @property
   def path(self) -> pathlib.Path:
     """The corpus's directory."""
-    return self._folder
-
-  # The file.
-
-  def _open(self, create: bool) -> None:
-    with self._guard():
-      self._db.execute('PRAGMA synchronous = EXTRA')
-      self._db.execute('PRAGMA foreign_keys = ON')
-      kind = self._value('PRAGMA application_id')
-      if not kind and not self._value('SELECT count(*) FROM sqlite_master'):
-        if not create:
-          raise errors.NotFoundError(
-              f'{self.file}: holds nothing yet; build the corpus')
-        with self._transaction():
-          if not self._value('SELECT count(*) FROM sqlite_master'):
-            for statement in _SCHEMA:
-              self._db.execute(statement)
-        kind = self._value('PRAGMA application_id')
-      version = self._value('PRAGMA user_version')
-    if (kind, version) != (_APPLICATION, FORMAT):
-      raise errors.UsageError(
-          f'{self.file}: is a database of another program or version (kind'
-          f' {kind}, version {version}), expected a corpus of version'
-          f' {FORMAT}; choose another directory')
-
-  def _value(self, sql: str, *values: Any) -> Any:
-    row = self._db.execute(sql, values).fetchone()
-    return row and row[0]
-
-  @contextlib.contextmanager
-  def _guard(self) -> Iterator[None]:
-    """Makes one line of what SQLite raises."""
-    try:
-      yield
-    except sqlite3.Error as e:
-      text = str(e)
-      if isinstance(e, sqlite3.ProgrammingError):
-        raise errors.UsageError(
-            f'{self._folder}: the corpus is closed ({text}); open it'
-        ) from None
-      if isinstance(e, sqlite3.OperationalError) and not any(
-          word in text for word in ('no such', 'malformed')):
-        raise errors.StorageError(
-            f'{self.file}: {text}; nothing was changed: check its'
-            ' permissions, the space, and whether another process holds it'
-        ) from None
-      raise self._damage(text) from None
-
-  def _damage(self, what: str) -> errors.DamageError:
-    return errors.DamageError(
-        f'{self.file}: {what}; restore it from a copy, or remove it and build'
-        ' again: what is in the store is not computed again')
-
-  @contextlib.contextmanager
-  def _transaction(self) -> Iterator[None]:
-    """Writes all or nothing."""
-    with self._guard():
-      self._db.execute('BEGIN IMMEDIATE')
-      try:
-        yield
-        self._db.execute('COMMIT')
-      except BaseException:
-        if self._db.in_transaction:
-          self._db.execute('ROLLBACK')
-        raise
-
-  def _rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-    with self._guard():
-      return self._db.execute(sql, values).fetchall()
+    return self._file.path
 
   # Settings.
 
   @property
   def version(self) -> int:
     """Changes whenever what readers see does."""
-    with self._guard():
-      return int(self._value(
+    with self._file.guard():
+      return int(self._file.value(
           "SELECT value FROM settings WHERE name = 'version'"))
 
   @property
   def settings(self) -> dict[str, str]:
     """What the corpus was built with; empty before the first build."""
-    return dict(self._rows(
+    return dict(self._file.rows(
         "SELECT name, value FROM settings WHERE name != 'version'"))
 
   def settle(self, settings: Mapping[str, str]) -> None:
@@ -260,15 +173,15 @@ class Corpus:
     Raises:
       UsageError: naming the first setting that differs.
     """
-    with self._transaction():
+    with self._file.transaction():
       if not self.settings:
-        self._db.executemany(
+        self._file.db.executemany(
             'INSERT INTO settings VALUES (?, ?)', list(settings.items()))
     found = self.settings
     for name, value in settings.items():
       if found.get(name) != value:
         raise errors.UsageError(
-            f'{self._folder}: {name} differs, the corpus was built with'
+            f'{self.path}: {name} differs, the corpus was built with'
             f' {found.get(name)!s:.80}, found {value:.80}; use the same, or'
             ' build another corpus in a new directory')
 
@@ -276,7 +189,8 @@ class Corpus:
 
   def documents(self) -> dict[str, str]:
     """Returns path -> sha256 of the documents that readers see."""
-    return dict(self._rows('SELECT path, sha256 FROM documents WHERE live'))
+    return dict(
+        self._file.rows('SELECT path, sha256 FROM documents WHERE live'))
 
   def begin(self, document: passages_lib.Document) -> int:
     """Begins, or goes on with, a draft; drops other drafts of its path.
@@ -284,22 +198,22 @@ class Corpus:
     Returns:
       The number of the draft.
     """
-    with self._transaction():
-      self._db.execute(
+    with self._file.transaction():
+      self._file.db.execute(
           'DELETE FROM documents WHERE path = ? AND sha256 != ? AND NOT live',
           (document.path, document.sha256))
-      self._db.execute(
+      self._file.db.execute(
           'INSERT OR IGNORE INTO documents (path, sha256, title, bytes, live)'
           ' VALUES (?, ?, ?, ?, 0)',
           (document.path, document.sha256, document.title,
            len(document.text.encode())))
-      return self._value(
+      return self._file.value(
           'SELECT number FROM documents WHERE path = ? AND sha256 = ?',
           document.path, document.sha256)
 
   def deposited(self, number: int) -> set[int]:
     """Returns the ordinals of the passages that a draft has."""
-    return {ordinal for ordinal, in self._rows(
+    return {ordinal for ordinal, in self._file.rows(
         'SELECT ordinal FROM passages WHERE document = ?', number)}
 
   def add(
@@ -320,11 +234,11 @@ class Corpus:
     Raises:
       StorageError: if another process dropped the draft.
     """
-    with self._transaction():
+    with self._file.transaction():
       path = self._path_of(number)
-      self._db.execute('INSERT OR IGNORE INTO artifacts VALUES (?, ?, ?)',
+      self._file.db.execute('INSERT OR IGNORE INTO artifacts VALUES (?, ?, ?)',
                        (key, artifact, nbytes))
-      self._db.execute(
+      self._file.db.execute(
           'INSERT OR IGNORE INTO passages VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?,'
           ' ?)',
           (number, ordinal, passage_id(path, ordinal, passage.text),
@@ -337,38 +251,40 @@ class Corpus:
     Raises:
       StorageError: if another process dropped the draft.
     """
-    with self._transaction():
-      self._db.execute('DELETE FROM documents WHERE number != ? AND path = ?',
-                       (number, self._path_of(number)))
-      self._db.execute(
+    with self._file.transaction():
+      self._file.db.execute(
+          'DELETE FROM documents WHERE number != ? AND path = ?',
+          (number, self._path_of(number)))
+      self._file.db.execute(
           'UPDATE documents SET live = 1 WHERE number = ?', (number,))
-      self._db.execute(_BUMP)
+      self._file.db.execute(_BUMP)
 
   def _path_of(self, number: int) -> str:
-    path = self._value('SELECT path FROM documents WHERE number = ?', number)
+    path = self._file.value(
+        'SELECT path FROM documents WHERE number = ?', number)
     if path is None:
       raise errors.StorageError(
-          f'{self.file}: another build has replaced this document meanwhile;'
-          ' build again')
+          f'{self._file.file}: another build has replaced this document'
+          ' meanwhile; build again')
     return path
 
   def remove(self, paths: Iterable[str]) -> None:
     """Removes documents, drafts included; their artifacts stay in the store."""
-    with self._transaction():
-      self._db.executemany('DELETE FROM documents WHERE path = ?',
+    with self._file.transaction():
+      self._file.db.executemany('DELETE FROM documents WHERE path = ?',
                            [(path,) for path in paths])
-      self._db.execute(_BUMP)
+      self._file.db.execute(_BUMP)
 
   def drop_drafts(self, paths: Iterable[str]) -> None:
     """Removes what is not finished of documents."""
-    with self._transaction():
-      self._db.executemany(
+    with self._file.transaction():
+      self._file.db.executemany(
           'DELETE FROM documents WHERE path = ? AND NOT live',
           [(path,) for path in paths])
 
   def drafts(self) -> list[str]:
     """Returns the paths of all drafts."""
-    return [path for path, in self._rows(
+    return [path for path, in self._file.rows(
         'SELECT path FROM documents WHERE NOT live')]
 
   # Reading.
@@ -391,7 +307,7 @@ class Corpus:
 
   def places(self) -> list[tuple[str, int]]:
     """Returns source and ordinal of all passages, in order."""
-    return self._rows(
+    return self._file.rows(
         f'SELECT d.path, p.ordinal {_FROM} WHERE d.live'
         ' ORDER BY d.path, p.ordinal')
 
@@ -405,7 +321,7 @@ class Corpus:
         'd.live AND d.path = ? AND p.ordinal = ?', source, ordinal)
     if not found:
       raise errors.NotFoundError(
-          f'{self._folder}: there is no passage {source}#{ordinal} any more;'
+          f'{self.path}: there is no passage {source}#{ordinal} any more;'
           ' ask again')
     return found[0]
 
@@ -417,12 +333,12 @@ class Corpus:
   def names(self) -> list[tuple[str, int, str, tuple[str, ...]]]:
     """Returns source, ordinal, title, headings of all passages, in order."""
     return [(path, ordinal, title, tuple(json.loads(headings)))
-            for path, ordinal, title, headings in self._rows(
+            for path, ordinal, title, headings in self._file.rows(
                 f'SELECT d.path, p.ordinal, d.title, p.headings {_FROM}'
                 ' WHERE d.live ORDER BY d.path, p.ordinal')]
 
   def _find(self, where: str, *values: Any) -> list[Passage]:
-    return [self._passage(*row) for row in self._rows(
+    return [self._passage(*row) for row in self._file.rows(
         f'SELECT {_COLUMNS} {_FROM} WHERE {where}', *values)]
 
   def _passage(
@@ -432,7 +348,7 @@ class Corpus:
   ) -> Passage:
     if (_text_sha256(text) != text_sha256
         or passage_id(source, ordinal, text) != name):
-      raise self._damage(
+      raise self._file.damage(
           f'passage {source}#{ordinal} is not what was written')
     return Passage(name, source, ordinal, title, heading,
                    tuple(json.loads(headings)), start, stop, text, *rest)
@@ -445,20 +361,22 @@ class Corpus:
     Raises:
       DamageError: naming what is not as it was written.
     """
-    with self._guard():
-      said = self._value('PRAGMA integrity_check(1)')
+    with self._file.guard():
+      said = self._file.value('PRAGMA integrity_check(1)')
     if said != 'ok':
-      raise self._damage(' '.join(str(said).split())[:200])
-    sizes = dict(self._rows('SELECT path, bytes FROM documents WHERE live'))
+      raise self._file.damage(' '.join(str(said).split())[:200])
+    sizes = dict(
+        self._file.rows('SELECT path, bytes FROM documents WHERE live'))
     end = dict.fromkeys(sizes, 0)
     for passage in self.passages():
       if passage.start != end[passage.source]:
-        raise self._damage(f'a passage in front of {passage.place} is missing')
+        raise self._file.damage(
+            f'a passage in front of {passage.place} is missing')
       end[passage.source] = passage.stop
       sizes[passage.source] -= len(passage.text.encode())
     for source, left in sizes.items():
       if left:
-        raise self._damage(f'the last passage of {source} is missing')
+        raise self._file.damage(f'the last passage of {source} is missing')
 
   def stats(self) -> dict[str, Any]:
     """Returns counts, sizes and settings.
@@ -468,7 +386,7 @@ class Corpus:
     has not finished.
     """
     def one(sql: str) -> Sequence[Any]:
-      return self._rows(sql)[0]
+      return self._file.rows(sql)[0]
 
     documents, text_bytes = one(
         'SELECT count(*), coalesce(sum(bytes), 0) FROM documents WHERE live')

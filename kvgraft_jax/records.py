@@ -7,25 +7,22 @@ records so far. The columns beside a record only find it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-import contextlib
 import json
 import os
 import pathlib
-import sqlite3
 from typing import Any
-import urllib.parse
 
+from kvgraft_jax import database
 from kvgraft_jax import errors
 from kvgraft_jax import hashing
 
 FILE = 'library.sqlite'
 FORMAT = 1
 NO_HEAD = '0' * 64
-Path = str | os.PathLike[str]
+Path = database.Path
 Record = dict[str, Any]
 
 _APPLICATION = 0x6B766C62  # 'kvlb'.
-_WAIT_S = 60
 _PAGE = 500  # Records that are read at once: an open query holds up writers.
 
 _SCHEMA = (
@@ -59,132 +56,26 @@ def template_id(skeleton: str) -> str:
   return hashing.sha256('kvgraft.template', skeleton.encode('utf-8'))
 
 
-class Records:
-  """The file in a directory. A context manager; one thread uses it.
+_KIND = database.Kind(
+    file=FILE, noun='library', application=_APPLICATION, version=FORMAT,
+    schema=_SCHEMA, missing='give the directory of a library',
+    empty='add an entry',
+    repair='expected the library as it was written, restore it from a copy or'
+    ' import an export')
 
-  Two processes may append at the same time, and one that is killed at any
-  moment leaves what was there before its last transaction, or after it.
-  """
+
+class Records(database.Database):
+  """The file of a library, which two processes may append to."""
 
   def __init__(self, path: Path, create: bool = False):
-    """Opens a library.
-
-    Args:
-      path: of its directory.
-      create: begin one where there is none.
-
-    Raises:
-      NotFoundError: if there is none.
-      UsageError: if the file is another program's.
-      DamageError: if it is no database.
-      StorageError: if it cannot be opened.
-    """
-    self._folder = pathlib.Path(path)
-    self.file = self._folder / FILE
-    if create:
-      try:
-        self._folder.mkdir(parents=True, exist_ok=True)
-      except OSError as e:
-        raise errors.StorageError(
-            f'{self._folder}: {e.strerror}; check the path and its permissions'
-        ) from None
-    elif not os.path.lexists(self.file):
-      raise errors.NotFoundError(
-          f'{self._folder}: there is no {FILE}; give the directory of a'
-          ' library')
-    quoted = urllib.parse.quote(os.fspath(self.file.absolute()))
-    mode = 'rwc' if create else 'rw'
-    with self.guard():
-      self._db = sqlite3.connect(
-          f'file:{quoted}?mode={mode}', uri=True, timeout=_WAIT_S,
-          isolation_level=None)
-    try:
-      self._open(create)
-    except BaseException:
-      self.close()
-      raise
-
-  def __enter__(self) -> Records:
-    return self
-
-  def __exit__(self, *unused_exc_info) -> None:
-    self.close()
-
-  def close(self) -> None:
-    """Closes the file; calling it again does nothing."""
-    self._db.close()
-
-  @property
-  def path(self) -> pathlib.Path:
-    """The library's directory."""
-    return self._folder
-
-  # The file.
-
-  def _open(self, create: bool) -> None:
-    with self.guard():
-      self._db.execute('PRAGMA synchronous = EXTRA')
-      kind = self.value('PRAGMA application_id')
-      if not kind and not self.value('SELECT count(*) FROM sqlite_master'):
-        if not create:
-          raise errors.NotFoundError(
-              f'{self.file}: holds nothing yet; add an entry')
-        with self.transaction():
-          if not self.value('SELECT count(*) FROM sqlite_master'):
-            for statement in _SCHEMA:
-              self._db.execute(statement)
-        kind = self.value('PRAGMA application_id')
-      version = self.value('PRAGMA user_version')
-    if (kind, version) != (_APPLICATION, FORMAT):
-      raise errors.UsageError(
-          f'{self.file}: is a database of another program or version (kind'
-          f' {kind}, version {version}), expected a library of version'
-          f' {FORMAT}; choose another directory')
-
-  def value(self, sql: str, *values: Any) -> Any:
-    """Returns the first column of the first row, None without any."""
-    row = self._db.execute(sql, values).fetchone()
-    return row and row[0]
-
-  @contextlib.contextmanager
-  def guard(self) -> Iterator[None]:
-    """Makes one line of what SQLite raises."""
-    try:
-      yield
-    except sqlite3.Error as e:
-      text = str(e)
-      if isinstance(e, sqlite3.ProgrammingError):
-        raise errors.UsageError(
-            f'{self._folder}: the library is closed ({text}); open it'
-        ) from None
-      if isinstance(e, sqlite3.OperationalError) and not any(
-          word in text for word in ('no such', 'malformed')):
-        raise errors.StorageError(
-            f'{self.file}: {text}; nothing was changed: check its'
-            ' permissions, the space, and whether another process holds it'
-        ) from None
-      raise errors.DamageError(
-          f'{self.file}: {text}; expected the library as it was written,'
-          ' restore it from a copy or import an export') from None
-
-  @contextlib.contextmanager
-  def transaction(self) -> Iterator[None]:
-    """Writes all or nothing."""
-    with self.guard():
-      self._db.execute('BEGIN IMMEDIATE')
-      try:
-        yield
-        self._db.execute('COMMIT')
-      except BaseException:
-        if self._db.in_transaction:
-          self._db.execute('ROLLBACK')
-        raise
+    """Opens a library; see `Database`."""
+    super().__init__(_KIND, path, create)
 
   def append(self, record: Record) -> str:
     """Appends a record within a transaction; returns its id."""
     data = hashing.canonical_json(record)
     name = name_of(data)
-    self._db.execute(
+    self.db.execute(
         'INSERT INTO records (id, kind, subject, address, template, method,'
         ' family, head, record) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)',
         (name, *_columns(name, record), _link(self._head(), name), data))
@@ -199,11 +90,6 @@ class Records:
     """Hash over all records in their order; 64 zeros without any."""
     with self.guard():
       return self._head()
-
-  def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-    """Returns the rows of a query."""
-    with self.guard():
-      return self._db.execute(sql, values).fetchall()
 
   def find(self, where: str, *values: Any) -> list[
       tuple[int, str, Record]]:
@@ -254,7 +140,7 @@ class Records:
         raise errors.DamageError(
             f'{self.file}: {" ".join(said.split())[:200]}; restore the library'
             ' from a copy or import an export')
-      rows = self._db.execute(
+      rows = self.db.execute(
           'SELECT seq, id, record, head, kind, subject, address, template,'
           ' method, family FROM records ORDER BY seq')
       for place, name, data, linked, *columns in rows:

@@ -12,6 +12,7 @@ import textwrap
 import pytest
 
 from kvgraft_jax import corpora
+from kvgraft_jax import database
 from kvgraft_jax import errors
 from kvgraft_jax import passages
 
@@ -208,7 +209,7 @@ def test_what_is_no_corpus_is_said(tmp_path):
 
 
 def test_another_process_that_holds_it_is_said(corpus, tmp_path, monkeypatch):
-  monkeypatch.setattr(corpora, '_WAIT_S', 0.1)
+  monkeypatch.setattr(database, '_WAIT_S', 0.1)
   other = sqlite3.connect(tmp_path / 'corpus' / 'corpus.sqlite')
   other.execute('BEGIN IMMEDIATE')
   with corpora.Corpus(tmp_path / 'corpus') as second:

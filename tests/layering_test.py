@@ -15,7 +15,7 @@ ROOT = make_build.ROOT
 TIERS = (
     ('errors', 'hashing', 'paths', 'recheck', 'sandbox_child'),
     ('config', 'chat', 'tokenizer', 'rope', 'numerics', 'memory',
-     'answers', 'sandbox', 'statements', 'parameters'),
+     'answers', 'sandbox', 'statements', 'parameters', 'database'),
     ('cache', 'layers', 'experts', 'attention'),
     ('model', 'reference', 'sharding', 'checkpoints.*', 'nn', 'artifact',
      'ledger', 'findings_flywheel', 'findings', 'results', 'registration',
