@@ -11,6 +11,7 @@ is decided by positions alone; the mask never looks at slots.
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
+import math
 
 import flax.struct
 import jax
@@ -102,6 +103,23 @@ def shapes(
     result[kind] = (len(config.kind_layers(kind)), batch, slots,
                     spec.kv_heads, spec.head_dim)
   return result
+
+
+def bytes_at(
+    config: config_lib.ModelConfig, profile: numerics.Profile, capacity: int
+) -> int:
+  """Returns bytes of the cache of one sequence with so many global slots."""
+  size = 2 * np.dtype(BITS[profile.dtype]).itemsize
+  made = shapes(config, profile, 1, capacity)
+  return size * sum(math.prod(shape) for shape in made.values())
+
+
+def token_bytes(config: config_lib.ModelConfig, dtype: str) -> dict[str, int]:
+  """Returns kind -> bytes of one token's K and V in all layers that own one."""
+  size = 2 * np.dtype(BITS[dtype]).itemsize
+  return {
+      kind: len(config.kind_layers(kind)) * size * config.spec(kind).kv_heads
+      * config.spec(kind).head_dim for kind in config_lib.KINDS}
 
 
 def slots_at(

@@ -173,9 +173,7 @@ def _write(model, store, fields, context, own, last_logits, provenance):
 
 
 def _write_block(writer, context, kind, block):
-  rows = (context.global_rows if kind == config_lib.GLOBAL
-          else context.sliding_rows)
-  k, v = rows(block.start, block.stop)
+  k, v = context.rows(kind, block.start, block.stop)
   writer.write_block(kind, block.number, np.stack([k, v], axis=1))
 
 
@@ -217,9 +215,10 @@ class _Stream:
     writer = self._store.resume(*args) or self._store.create(
         *args, journal=True)
     with writer:
-      at = self._resume_at(writer)
+      state = None if self._whole else writer.state
+      at = self._resume_at(writer, state)
       if at > fields.start:
-        context = self._restored(writer, at, parent, parent_length)
+        context = self._restored(writer, state, at, parent, parent_length)
       else:
         context = _behind(
             model, self._store, parent, parent_length, self._streaming)
@@ -252,14 +251,11 @@ class _Stream:
   def _check_host(self):
     """Raises UsageError if host memory may not take what has to pass it."""
     config, profile = self._model.config, self._model.profile
-    spec = config.spec(config_lib.GLOBAL)
     layout = streaming_lib.layout(
         config, profile, self._streaming.device_kv_bytes)
     # What leaves the device waits here until its block is whole.
-    positions = layout.hot + self._fields.block
-    needed = 2 * positions * (
-        len(config.kind_layers(config_lib.GLOBAL)) * spec.kv_heads
-        * spec.head_dim * np.dtype(cache_lib.BITS[profile.dtype]).itemsize)
+    needed = (layout.hot + self._fields.block) * cache_lib.token_bytes(
+        config, profile.dtype)[config_lib.GLOBAL]
     if self._streaming.host_limit() < needed:
       raise errors.UsageError(
           f'host_kv_bytes: expected at least {needed} for a deposit that'
@@ -277,19 +273,15 @@ class _Stream:
         b for i, b in enumerate(self._blocks(kind))
         if b.stop > at or i >= writer.done(kind)) for kind in self._layouts}
 
-  def _resume_at(self, writer):
-    """Returns the position up to which the writer holds what is needed."""
-    ends = []
-    for kind in self._layouts:
-      done = writer.done(kind)
-      ends.append(self._blocks(kind)[done - 1].stop if done else
-                  self._fields.start)
+  def _resume_at(self, writer, state):
+    """Returns the position up to which there is all that is needed."""
+    start = self._fields.start
+    ends = {kind: self._blocks(kind)[done - 1].stop if done else start
+            for kind in self._layouts for done in [writer.done(kind)]}
     if self._whole:
-      return min(ends)
-    state = writer.state
+      return min(ends.values())
     at = int.from_bytes(state[:8], 'little') if state else 0
-    found = list(self._layouts).index(config_lib.GLOBAL)
-    return at if self._fields.start < at <= ends[found] else self._fields.start
+    return at if start < at <= ends[config_lib.GLOBAL] else start
 
   def _checkpoint(self, writer, context, left):
     at = left[config_lib.GLOBAL][0].start if left[config_lib.GLOBAL] else 0
@@ -314,7 +306,7 @@ class _Stream:
     return grafting.Source(
         self._fields.start, stop, self._fields.block, writer.read)
 
-  def _restored(self, writer, at, parent, parent_length):
+  def _restored(self, writer, state, at, parent, parent_length):
     """Returns the context of [0, at), from the parent and the writer."""
     fields, found, tokens = self._fields, [], []
     leaf = None
@@ -323,13 +315,12 @@ class _Stream:
       leaf = segments[-1].manifest
       found = grafting.sources(self._store, segments)
       tokens = grafting.chain_tokens(self._store, segments)
-    own = self._source(writer, at)
+    found = found + [self._source(writer, at)]
     first = max(0, at - self._window)
-    found = found + [own]
-    if not self._whole:  # The state may reach over the border to the parent.
-      state = writer.state[8:]
+    if state is not None:  # It may reach over the border to the parent.
       found = [dataclasses.replace(
-          s, read=self._with_state(s.read, state, first, at)) for s in found]
+          s, read=self._with_state(s.read, state[8:], first, at))
+               for s in found]
     tokens = tokens + self._own[:at - fields.start].tolist()
     context = grafting.restore(
         self._model, tokens, found, first, streaming=self._streaming)

@@ -739,6 +739,12 @@ class Context:
     if self._recorder is not None:
       self._recorder.keep = positions
 
+  def rows(self, kind: str, start: int, stop: int):
+    """Returns `global_rows` or `sliding_rows`, as the kind of layers asks."""
+    of = (self.global_rows if kind == config_lib.GLOBAL
+          else self.sliding_rows)
+    return of(start, stop)
+
   def global_rows(self, start: int, stop: int):
     """Returns K and V of the global layers at [start, stop), host arrays.
 

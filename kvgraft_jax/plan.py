@@ -5,7 +5,6 @@ import math
 import os
 
 import jax
-import numpy as np
 
 from kvgraft_jax import artifact as artifact_lib
 from kvgraft_jax import cache as cache_lib
@@ -132,22 +131,12 @@ def parameters(config: config_lib.ModelConfig) -> int:
   return sum(math.prod(shape) for _, (shape, _) in shapes)
 
 
-def kv_bytes(config: config_lib.ModelConfig, dtype: str) -> dict[str, int]:
-  """Returns kind -> bytes of one token's K and V in all layers that own one."""
-  size = 2 * np.dtype(cache_lib.BITS[dtype]).itemsize
-  return {
-      kind: len(config.kind_layers(kind)) * size * config.spec(kind).kv_heads
-      * config.spec(kind).head_dim for kind in config_lib.KINDS}
-
-
 def cache_bytes(
     config: config_lib.ModelConfig, profile: numerics.Profile, positions: int
 ) -> int:
   """Returns bytes of the cache of one sequence of `positions`."""
-  size = 2 * np.dtype(cache_lib.BITS[profile.dtype]).itemsize
   slots = cache_lib.slots_for(config, profile, positions)
-  shapes = cache_lib.shapes(config, profile, 1, slots)
-  return size * sum(math.prod(shape) for shape in shapes.values())
+  return cache_lib.bytes_at(config, profile, slots)
 
 
 def needed_bytes(
@@ -167,7 +156,8 @@ def needed_bytes(
            + memory.scratch_bytes(config, profile.chunk)
            + cache_bytes(config, profile, positions))
   if deposit and jax.default_backend() == 'cpu':
-    total += positions * kv_bytes(config, profile.dtype)[config_lib.SLIDING]
+    per_token = cache_lib.token_bytes(config, profile.dtype)
+    total += positions * per_token[config_lib.SLIDING]
   return total
 
 
@@ -208,7 +198,7 @@ def streamed(
       positions, cache_lib.round_up(cold, grafting.default_block(profile)))
   return Streamed(
       least, default, beside + default, beside + least,
-      read * kv_bytes(config, profile.dtype)[config_lib.GLOBAL])
+      read * cache_lib.token_bytes(config, profile.dtype)[config_lib.GLOBAL])
 
 
 def most_positions(config: config_lib.ModelConfig, beyond: bool) -> int:
@@ -251,7 +241,7 @@ def make(
   """
   context = config.max_context if context is None else context
   _check_length('context', context, config, beyond)
-  per_token = kv_bytes(config, profile.dtype)
+  per_token = cache_lib.token_bytes(config, profile.dtype)
   return Plan(
       model=config.name, dtype=profile.dtype, context=context,
       parameters=parameters(config),

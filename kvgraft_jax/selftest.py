@@ -141,15 +141,24 @@ class _Bench:
   def run(self, schedule: Schedule, capacity: int, pad: int = 0):
     """Returns (hidden [T, D], cache) of the test tokens."""
     cache = self.programs.empty_cache(1, capacity)
+
+    def run(step, starts):
+      nonlocal cache
+      out, cache = self.programs.run_step(self.params, cache, step, starts)
+      return out
+
+    return self._drive(schedule, run, pad), cache
+
+  def _drive(self, schedule: Schedule, run, pad: int = 0) -> np.ndarray:
+    """Calls `run` with tokens and start of each step; returns hidden [T, D]."""
     hidden, at = [], 0
     for rows, valid in schedule:
       step = np.full((1, rows), pad, np.int32)
       step[0, :valid] = self.tokens[at:at + valid]
-      out, cache = self.programs.run_step(
-          self.params, cache, step, np.asarray([at], np.int32))
+      out = run(step, np.asarray([at], np.int32))
       hidden.append(np.asarray(out[0, :valid]))
       at += valid
-    return np.concatenate(hidden), cache
+    return np.concatenate(hidden)
 
   def stream(self) -> str:
     """Returns the digest of a streamed run through every size of its steps."""
@@ -164,15 +173,13 @@ class _Bench:
     least = streaming.least_bytes(self.config, profile)
     streamed = streaming.Streamed(
         self.programs, streaming.Streaming(least, 1 << 62))
-    hidden, at = [], 0
-    for rows, valid in schedule:
-      step = np.zeros((1, rows), np.int32)
-      step[0, :valid] = self.tokens[at:at + valid]
-      streamed.make_room(at, rows)
-      out = streamed.run_step(self.params, step, np.asarray([at], np.int32))
-      hidden.append(np.asarray(out[0, :valid]))
-      at += valid
-    return self._digest(np.concatenate(hidden), streamed.visible_rows(total))
+
+    def run(step, starts):
+      streamed.make_room(int(starts[0]), step.shape[1])
+      return streamed.run_step(self.params, step, starts)
+
+    hidden = self._drive(schedule, run)
+    return self._digest(hidden, streamed.visible_rows(total))
 
   def digest(self, hidden: np.ndarray, cache, b: int = 0) -> str:
     """Returns SHA-256 over hidden rows, visible cache rows and logits."""

@@ -136,11 +136,10 @@ def least_bytes(
 
 def _bytes(config, profile, hot: int, group: int, buffers: int) -> int:
   """Returns bytes on the device: rings, hot positions, buffers."""
-  size = np.dtype(cache_lib.BITS[profile.dtype]).itemsize
-  held = sum(2 * size * int(np.prod(shape)) for shape in cache_lib.shapes(
-      config, profile, 1, hot).values())
-  spec = config.spec(config_lib.GLOBAL)
-  return held + 2 * size * spec.kv_heads * spec.head_dim * group * buffers
+  kind = config_lib.GLOBAL
+  one_layer = cache_lib.token_bytes(config, profile.dtype)[kind] // len(
+      config.kind_layers(kind))
+  return cache_lib.bytes_at(config, profile, hot) + one_layer * group * buffers
 
 
 def layout(

@@ -9,7 +9,6 @@ import dataclasses
 import numpy as np
 
 from kvgraft_jax import artifact as artifact_lib
-from kvgraft_jax import config as config_lib
 from kvgraft_jax import engine
 from kvgraft_jax import errors
 from kvgraft_jax import grafting
@@ -276,9 +275,7 @@ def audit(
       for i, part in enumerate(geometry.blocks):
         if part.number != block.number:
           continue
-        k, v = (context.global_rows(part.start, part.stop)
-                if kind == config_lib.GLOBAL
-                else context.sliding_rows(part.start, part.stop))
+        k, v = context.rows(kind, part.start, part.stop)
         # Raises if what is stored is not what was deposited: no later block
         # may have read it.
         store.read(manifest, kind, part.start, part.stop,

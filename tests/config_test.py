@@ -7,6 +7,7 @@ import runpy
 from absl import flags as absl_flags
 import pytest
 
+from kvgraft_jax import cache
 from kvgraft_jax import config as config_lib
 from kvgraft_jax import numerics
 from kvgraft_jax import plan
@@ -42,9 +43,9 @@ def test_published_sizes(name):
   assert plan.parameters(config) / 1e9 == pytest.approx(billions, rel=1e-3)
   assert len(config.kind_layers(config_lib.SLIDING)) == n_sliding
   assert len(config.kind_layers(config_lib.GLOBAL)) == n_global
-  assert plan.kv_bytes(config, 'bfloat16') == {
+  assert cache.token_bytes(config, 'bfloat16') == {
       'sliding': n_sliding * sliding, 'global': n_global * full}
-  assert plan.kv_bytes(config, 'float32') == {
+  assert cache.token_bytes(config, 'float32') == {
       'sliding': 2 * n_sliding * sliding, 'global': 2 * n_global * full}
 
 

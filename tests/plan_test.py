@@ -10,6 +10,7 @@ import pytest
 
 import command_helpers
 import kvgraft_jax as kv
+from kvgraft_jax import cache
 from kvgraft_jax import config as config_lib
 from kvgraft_jax import engine
 from kvgraft_jax import errors
@@ -142,13 +143,13 @@ def test_the_default_profile_is_the_models():
 
 def test_the_published_arithmetic():
   small = config_lib.PRESETS['gemma4-12b']
-  assert sum(plan.kv_bytes(small, 'bfloat16').values()) == 344_064
+  assert sum(cache.token_bytes(small, 'bfloat16').values()) == 344_064
   made = plan.make(small, CPU, 464)
   # 159,645,696 bytes of K and V, 1,856 of token ids, 10,504 of two indices.
   assert made.artifact == {'full': 159_658_056, 'window': 159_658_056}
   assert memory.human(made.artifact['full']) == '160 MB'
   large = config_lib.PRESETS['gemma4-31b']
-  assert sum(plan.kv_bytes(large, 'bfloat16').values()) == 901_120
+  assert sum(cache.token_bytes(large, 'bfloat16').values()) == 901_120
 
 
 @pytest.mark.parametrize('name, tokens, passage, count, full, window', [
