@@ -28,6 +28,7 @@ from kvgraft_jax import engine
 from kvgraft_jax import errors
 from kvgraft_jax import numerics
 from kvgraft_jax import recorder as recorder_lib
+from kvgraft_jax import ring as ring_lib
 from kvgraft_jax import store as store_lib
 from kvgraft_jax import streaming as streaming_lib
 
@@ -368,8 +369,8 @@ def restore(
   slots = streamed.layout.hot if streamed else model.slots_for(length)
   shapes = cache_lib.shapes(config, profile, 1, slots)
   bits = cache_lib.BITS[profile.dtype]
-  buffers = {kind: (streaming_lib.aligned_zeros(shape, bits),
-                    streaming_lib.aligned_zeros(shape, bits))
+  buffers = {kind: (ring_lib.aligned_zeros(shape, bits),
+                    ring_lib.aligned_zeros(shape, bits))
              for kind, shape in shapes.items()}
 
   nbytes = blocks = 0

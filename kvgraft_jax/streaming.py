@@ -15,25 +15,18 @@ the self-test's invariance `stream` measures that.
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Generator
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
-from concurrent import futures
 import dataclasses
 import functools
 import hashlib
-import threading
-import time
 from typing import Any
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from kvgraft_jax import attention
 from kvgraft_jax import cache as cache_lib
 from kvgraft_jax import cold as cold_lib
 from kvgraft_jax import config as config_lib
@@ -43,6 +36,8 @@ from kvgraft_jax import model as model_lib
 from kvgraft_jax import numerics
 from kvgraft_jax import programs as programs_lib
 from kvgraft_jax import recorder as recorder_lib
+from kvgraft_jax import ring as ring_lib
+from kvgraft_jax import segments as segments_lib
 
 # Positions of a device buffer: a dispatch costs as much as some hundred, and
 # beyond some thousand nothing is gained.
@@ -193,281 +188,6 @@ def step_rows(profile: numerics.Profile) -> list[int]:
                  profile.chunk})
 
 
-@dataclasses.dataclass(frozen=True)
-class Segment:
-  """What runs between two attentions over cold pages.
-
-  Attributes:
-    opens: the global layer whose attention it ends; None for the first.
-    whole: sliding layers that it runs.
-    closes: the global layer whose queries it makes; None for the last.
-  """
-
-  opens: int | None
-  whole: tuple[int, ...]
-  closes: int | None
-
-  @property
-  def layers(self) -> tuple[int, ...]:
-    """All layers of which it runs something."""
-    ends = [() if i is None else (i,) for i in (self.opens, self.closes)]
-    return ends[0] + self.whole + ends[1]
-
-
-def segments(
-    config: config_lib.ModelConfig, numbers: range
-) -> list[Segment]:
-  """Cuts successive layers at each global attention."""
-  result: list[Segment] = []
-  opens: int | None = None
-  whole: list[int] = []
-  for i in numbers:
-    if config.layers[i] == config_lib.GLOBAL:
-      result.append(Segment(opens, tuple(whole), i))
-      opens, whole = i, []
-    else:
-      whole.append(i)
-  return result + [Segment(opens, tuple(whole), None)]
-
-
-def run_segment(
-    params: Sequence[model_lib.Params], carry: dict[str, Any],
-    cache: cache_lib.KVCache, where: dict[str, Any], *, segment: Segment,
-    numbers: range, config: config_lib.ModelConfig, profile: numerics.Profile,
-) -> tuple[dict[str, Any], cache_lib.KVCache]:
-  """Runs one segment.
-
-  Args:
-    params: of its layers, in order.
-    carry: of the segment in front: `x` float32 [R, D]; `q`, and `state`, which
-      has seen the cold pages, where it opens; `inputs` [R, n, P] where the
-      model has per-layer inputs. Of the first: `embedder`, and `x` unless it
-      begins with the tokens.
-    cache: rings, and the hot positions as the global layers' slots.
-    where: `tokens` int32 [1, R], `starts` int32 [1], `base` int32 [] (position
-      of slot 0), `rope` as in `model.step`, `rows` int32 [n] and `inputs`
-      int32 [n]: of each layer its row in the caches and in `inputs`.
-    segment: what to run; the layers' numbers matter only through what they
-      have in common with those of other segments of one shape.
-    numbers: all layers of this pass.
-    config: architecture.
-    profile: numerics.
-
-  Returns:
-    What the next segment, or the caller, takes up; and the new cache.
-  """
-  s, start = cache.scalars, where['starts'][0]
-  n_rows = where['tokens'].shape[1]
-  k_cache, v_cache = dict(cache.k), dict(cache.v)
-  spec, kind = config.spec(config_lib.GLOBAL), config_lib.GLOBAL
-  inputs = carry.get('inputs')
-  if 'embedder' in carry:
-    ids = where['tokens'].reshape(-1)
-    embedded = model_lib.embed(carry, ids, s)
-    x = carry.get('x', embedded)
-    if config.per_layer_dim:
-      inputs = model_lib.per_layer_inputs(
-          carry, ids, embedded, numbers, config, s)
-  else:
-    x = carry['x']
-
-  def inputs_of(i):
-    if inputs is None:
-      return None
-    return lax.dynamic_index_in_dim(
-        inputs, where['inputs'][i], axis=1, keepdims=False)
-
-  at = 0
-  if segment.opens is not None:
-    page, base = profile.page, where['base']
-
-    def read(caches, number):
-      return tuple(cache_lib.read_page(
-          c, where['rows'][0], 0, number - base // page, page, profile.dtype, 0)
-                   for c in caches)
-
-    state, (k_cache[kind], v_cache[kind]) = attention.fold(
-        carry['q'], carry['state'], (k_cache[kind], v_cache[kind]),
-        start + jnp.arange(n_rows, dtype=jnp.int32), base // page,
-        (start + n_rows - 1) // page + 1, read, window=None, profile=profile,
-        one=s['one'])
-    x = model_lib.finish_layer(
-        params[0], x, attention.by_row(attention.finish(state), n_rows),
-        inputs_of(0), config, s)
-    at = 1
-  sliding = config_lib.SLIDING
-  for layer in segment.whole:
-    x, k_cache[sliding], v_cache[sliding] = model_lib.run_layer(
-        params[at], x, k_cache[sliding], v_cache[sliding], where['rows'][at],
-        where['starts'], where['rope'], inputs_of(at), s, kind=sliding,
-        shared=layer >= config.first_shared, n_batch=1, config=config,
-        profile=profile)
-    at += 1
-  out: dict[str, Any] = {'x': x}
-  if segment.closes is not None:
-    shared = segment.closes >= config.first_shared
-    q, k, v = model_lib.qkv_rows(
-        params[at], x, where['rope'], kind, config, s, shared)
-    if not shared:
-      slot = start - where['base']
-      for side, rows in ((k_cache, k), (v_cache, v)):
-        side[kind] = cache_lib.write_rows(
-            side[kind], cache_lib.to_bits(rows, profile.dtype),
-            where['rows'][at], 0, slot, 0)
-    out['q'] = attention.by_kv_head(q, spec, profile.dtype)
-    out['state'] = attention.empty_state(out['q'])
-    if inputs is not None:
-      out['inputs'] = inputs
-  return out, cache_lib.KVCache(k_cache, v_cache, s)
-
-
-def fold_group(
-    q: jax.Array, state: attention.State, k: jax.Array, v: jax.Array,
-    first_page: jax.Array, count: jax.Array, start: jax.Array, one: jax.Array,
-    *, groups: int, profile: numerics.Profile,
-) -> attention.State:
-  """Folds `count` cold pages of one layer into the state of R rows.
-
-  Args:
-    q: [K, R * G, H].
-    state: of the pages in front.
-    k: unsigned [n, K, H], whose first position is first_page * page.
-    v: likewise.
-    first_page: int32 [], absolute number.
-    count: int32 [], pages to fold; what is behind them is not read.
-    start: int32 [], position of the first row.
-    one: the seal.
-    groups: query heads a kv head, G.
-    profile: numerics.
-  """
-  page = profile.page
-
-  def read(caches, number):
-    at = (number - first_page) * page
-    return tuple(cache_lib.from_bits(
-        lax.dynamic_slice_in_dim(c, at, page), profile.dtype) for c in caches)
-
-  n_rows = q.shape[1] // groups
-  state, _ = attention.fold(
-      q, state, (k, v), start + jnp.arange(n_rows, dtype=jnp.int32),
-      first_page, first_page + count, read, window=None, profile=profile,
-      one=one)
-  return state
-
-
-def move_down(
-    cache: cache_lib.KVCache, pages: jax.Array, *, page: int
-) -> cache_lib.KVCache:
-  """Moves the hot positions `pages` pages towards slot 0."""
-  kind = config_lib.GLOBAL
-
-  def move(array):
-    layers, _, slots, heads, dim = array.shape
-    size = (layers, 1, page, heads, dim)
-
-    def body(i, array):
-      rows = lax.dynamic_slice(array, (0, 0, (i + pages) * page, 0, 0), size)
-      return lax.dynamic_update_slice(array, rows, (0, 0, i * page, 0, 0))
-
-    return lax.fori_loop(0, slots // page - pages, body, array)
-
-  return cache_lib.KVCache(
-      cache.k | {kind: move(cache.k[kind])},
-      cache.v | {kind: move(cache.v[kind])}, cache.scalars)
-
-
-def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-  """Returns zeros that the device can take over without a copy (64 bytes)."""
-  n = int(np.prod(shape)) * np.dtype(dtype).itemsize
-  raw = np.zeros(n + 64, np.uint8)
-  offset = -raw.ctypes.data % 64
-  return raw[offset:offset + n].view(dtype).reshape(shape)
-
-
-@dataclasses.dataclass
-class _Slot:
-  """A pair of host buffers, what fills them and what reads them."""
-
-  k: np.ndarray
-  v: np.ndarray
-  filling: futures.Future | None = None
-  reader: Any = None
-
-
-class Ring:
-  """The buffers through which cold pages flow, filled ahead by threads.
-
-  On CPU the device reads the host buffers themselves; elsewhere each is copied
-  to the device. A buffer is filled again once the program that reads it has
-  ended, so that no more than `buffers` of them are ever on the device.
-
-  Attributes:
-    nbytes: of all buffers.
-    waited_s: seconds in which the device had nothing to do but wait for them.
-  """
-
-  def __init__(self, shape: tuple[int, int, int], element, buffers: int):
-    """Makes `buffers` pairs of arrays of `shape` [group, K, H]."""
-    self._slots = [
-        _Slot(aligned_zeros(shape, element), aligned_zeros(shape, element))
-        for _ in range(buffers)]
-    self._pool = futures.ThreadPoolExecutor(
-        max(1, buffers - 1), 'kvgraft-read-ahead')
-    self.nbytes = sum(s.k.nbytes + s.v.nbytes for s in self._slots)
-    self.waited_s = 0.0
-    self.lock = threading.Lock()
-
-  def flow(
-      self, cold: cold_lib.Cold, requests: Sequence[tuple[int, int, int]]
-  ) -> Generator[_Slot, None, None]:
-    """Yields a filled slot for each (layer row, start, stop), in order.
-
-    The consumer sets its `reader` to what must be ready before it is filled
-    again. When this ends, however it ends, no thread fills any more.
-    """
-    pending: collections.deque[_Slot] = collections.deque()
-    free = collections.deque(self._slots)
-    left = collections.deque(requests)
-
-    def submit():
-      slot, (row, start, stop) = free.popleft(), left.popleft()
-      if slot.reader is not None:
-        jax.block_until_ready(slot.reader)
-        slot.reader = None
-      n = stop - start
-      slot.filling = self._pool.submit(
-          cold.fill, row, start, stop, slot.k[:n], slot.v[:n])
-      pending.append(slot)
-
-    try:
-      self._let_fills_end()  # A second interrupt may have left some.
-      # One is left to what the device reads at the moment.
-      while left and len(pending) < len(self._slots) - 1:
-        submit()
-      busy = None
-      while pending:
-        slot = pending.popleft()
-        future = slot.filling
-        assert future is not None
-        if not future.done():
-          jax.block_until_ready(busy)  # Only what comes behind it is waiting.
-          began = time.perf_counter()
-          futures.wait([future])
-          self.waited_s += time.perf_counter() - began
-        future.result()
-        yield slot
-        busy = slot.reader
-        free.append(slot)
-        if left:
-          submit()
-    finally:
-      # The one just waited for, too: an interrupt does not end its thread.
-      self._let_fills_end()
-
-  def _let_fills_end(self) -> None:
-    futures.wait([s.filling for s in self._slots if s.filling is not None])
-
-
 class Streamed:
   """The cache of a streamed context.
 
@@ -480,7 +200,7 @@ class Streamed:
 
   def __init__(
       self, programs: programs_lib.Programs, streaming: Streaming,
-      ring: Ring | None = None,
+      ring: ring_lib.Ring | None = None,
   ):
     config, profile = programs.config, programs.profile
     self._programs = programs
@@ -496,7 +216,7 @@ class Streamed:
     self.cold = cold_lib.Cold(
         (len(config.kind_layers(config_lib.GLOBAL)), *shape), element,
         streaming.host_limit())
-    self._ring = ring or Ring(
+    self._ring = ring or ring_lib.Ring(
         (self.layout.group, *shape), element, self.layout.buffers)
     self._names: dict[tuple, str] = {}
 
@@ -547,7 +267,7 @@ class Streamed:
     stop, args = self.base + pages * page, (self.cache, np.int32(pages))
     # Compiled before anything changes: that is when users interrupt.
     move = self._programs.compiled(('move', hot), functools.partial(
-        move_down, page=page), args, (0,))
+        segments_lib.move_down, page=page), args, (0,))
     assert self.cold.stop == self.base, (self.cold.stop, self.base)
     self.cold.append(*self.rows(self.base, stop))
     self.cache, self.base = move(*args), stop
@@ -612,7 +332,7 @@ class Streamed:
     config = self._programs.config
     numbers = range(config.first_shared) if hidden is None else range(
         config.first_shared, len(config.layers))
-    parts = segments(config, numbers)
+    parts = segments_lib.segments(config, numbers)
     carry: dict[str, Any] = {'embedder': params['embedder']}
     if hidden is not None:
       carry['x'] = hidden.reshape(-1, hidden.shape[-1])
@@ -653,8 +373,8 @@ class Streamed:
     key = rows, self.layout.hot, self._names[rows, part]
     carry, self.cache = self._program(
         'segment', key, functools.partial(
-            run_segment, segment=part, numbers=numbers, config=config,
-            profile=self._programs.profile),
+            segments_lib.run_segment, segment=part, numbers=numbers,
+            config=config, profile=self._programs.profile),
         (layers, carry, self.cache, where), donate=(2,))
     return carry
 
@@ -669,8 +389,8 @@ class Streamed:
               np.int32((stop - start) // page), starts[0], self._one)
       state = self._program(
           'fold', (carry['q'].shape[1], self.layout.group), functools.partial(
-              fold_group, groups=self._groups, profile=self._programs.profile),
-          args)
+              segments_lib.fold_group, groups=self._groups,
+              profile=self._programs.profile), args)
       slot.reader = state
     return state
 

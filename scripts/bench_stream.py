@@ -50,6 +50,8 @@ from kvgraft_jax import grafting
 from kvgraft_jax import hashing
 from kvgraft_jax import memory
 from kvgraft_jax import numerics
+from kvgraft_jax import ring as ring_lib
+from kvgraft_jax import segments
 from kvgraft_jax import store as store_lib
 from kvgraft_jax import streaming as streaming_lib
 from kvgraft_jax import verification
@@ -244,11 +246,11 @@ def read_times(
   found = grafting.sources(
       store, grafting.chain(store, manifest, length), verify)
   rows = [config.cache_row(part.closes)
-          for part in streaming_lib.segments(config, range(len(config.layers)))
+          for part in segments.segments(config, range(len(config.layers)))
           if part.closes is not None]
   requests = [(row, at, min(at + layout.group, base)) for row in rows
               for at in range(0, base, layout.group)]
-  ring = streaming_lib.Ring(
+  ring = ring_lib.Ring(
       (layout.group, *shape), element, layout.buffers)
   seconds, nbytes = [], 0
   for _ in range(count):
