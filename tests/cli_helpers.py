@@ -8,6 +8,8 @@ import subprocess
 import sys
 from typing import Any
 
+import kvgraft_jax
+
 # Strictness of this test process that a user's process does not have.
 _TEST_ONLY = ('JAX_NUMPY_DTYPE_PROMOTION', 'JAX_NUMPY_RANK_PROMOTION')
 
@@ -45,6 +47,13 @@ def environment(**env: str | None) -> dict[str, str]:
   full = {k: v for k, v in os.environ.items() if k not in _TEST_ONLY}
   full.update({k: v for k, v in env.items() if v is not None})
   return {k: v for k, v in full.items() if env.get(k, v) is not None}
+
+
+def module_path() -> str:
+  """Returns a PYTHONPATH with this `kvgraft_jax` and the tests' modules."""
+  return os.pathsep.join([
+      str(pathlib.Path(kvgraft_jax.__file__).parents[1]),
+      str(pathlib.Path(__file__).parent)])
 
 
 def run(

@@ -1,7 +1,6 @@
 """The index of a corpus: drafts, settings, kills, damage."""
 
 import os
-import pathlib
 import re
 import signal
 import sqlite3
@@ -11,6 +10,7 @@ import textwrap
 
 import pytest
 
+import cli_helpers
 from kvgraft_jax import corpora
 from kvgraft_jax import database
 from kvgraft_jax import errors
@@ -160,10 +160,10 @@ WRITER = textwrap.dedent('''
 
 
 def _writer(path):
-  root = pathlib.Path(corpora.__file__).parents[1]
   return subprocess.Popen(
       [sys.executable, '-c', WRITER, str(path)], stdout=subprocess.PIPE,
-      text=True, env=os.environ | {'PYTHONPATH': f'{root}:{root / "tests"}'})
+      text=True,
+      env=cli_helpers.environment(PYTHONPATH=cli_helpers.module_path()))
 
 
 def test_two_writers_and_kill_9_leave_whole_documents(tmp_path):

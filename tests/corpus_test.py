@@ -1,6 +1,5 @@
 """A corpus is built once, kept up to date, and asked one passage at a time."""
 
-import os
 import pathlib
 import shutil
 import signal
@@ -11,6 +10,7 @@ import textwrap
 
 import pytest
 
+import cli_helpers
 import kvgraft_jax
 from kvgraft_jax import corpora
 from kvgraft_jax import corpus as corpus_lib
@@ -217,11 +217,10 @@ BUILDER = textwrap.dedent('''
 
 @pytest.mark.parametrize('count, when', [(4, 'before'), (3, 'after')])
 def test_kill_9_costs_no_passage_that_was_deposited(tmp_path, count, when):
-  root = pathlib.Path(corpora.__file__).parents[1]
-  places = [str(root), str(root / 'tests'), os.environ.get('PYTHONPATH', '')]
   done = subprocess.run(
       [sys.executable, '-c', BUILDER, str(tmp_path), str(count), when],
-      check=False, env=os.environ | {'PYTHONPATH': os.pathsep.join(places)})
+      check=False,
+      env=cli_helpers.environment(PYTHONPATH=cli_helpers.module_path()))
   assert done.returncode == -signal.SIGKILL
   scene = Scene(tmp_path)
   with scene.open() as corpus:

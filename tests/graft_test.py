@@ -1,6 +1,5 @@
 import json
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
@@ -8,9 +7,9 @@ import sys
 import numpy as np
 import pytest
 
+import cli_helpers
 import kvgraft_jax as kv
 from kvgraft_jax import artifact as artifact_lib
-from kvgraft_jax import cache as cache_lib
 from kvgraft_jax import errors
 from kvgraft_jax import store as store_lib
 import model_helpers
@@ -442,9 +441,7 @@ print(json.dumps([made.id, context.logits_sha256(), context.tokens_computed]))
 
 @pytest.mark.slow  # 20 s on 2 cores: two processes compile the tiny model.
 def test_two_processes_deposit_one_key_at_once(model, store, whole, tmp_path):
-  roots = [str(pathlib.Path(cache_lib.__file__).parents[1]),
-           str(pathlib.Path(__file__).parent)]
-  env = dict(os.environ, PYTHONPATH=os.pathsep.join(roots))
+  env = dict(os.environ, PYTHONPATH=cli_helpers.module_path())
   children = [
       subprocess.Popen(
           [sys.executable, '-c', _CHILD, str(tmp_path), '150'], env=env,

@@ -13,6 +13,7 @@ import sys
 import numpy as np
 import pytest
 
+import cli_helpers
 import kvgraft_jax as kv
 from kvgraft_jax import artifact as artifact_lib
 from kvgraft_jax import errors
@@ -194,10 +195,9 @@ print(numerics.threads(), context.logits_sha256(),
 
 
 def _child(code, *args, prefix=(), **env):
-  roots = [str(_ROOT.parent), str(pathlib.Path(__file__).parent)]
   done = subprocess.run(
       [*prefix, sys.executable, '-c', code, *args], check=False,
-      env=dict(os.environ, PYTHONPATH=os.pathsep.join(roots), **env),
+      env=dict(os.environ, PYTHONPATH=cli_helpers.module_path(), **env),
       capture_output=True, text=True, timeout=900)
   assert done.returncode == 0, done.stderr[-2000:]
   return done.stdout.split()

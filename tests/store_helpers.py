@@ -17,6 +17,7 @@ import time
 
 import numpy as np
 
+import cli_helpers
 from kvgraft_jax import artifact
 from kvgraft_jax import errors
 from kvgraft_jax import hashing
@@ -112,9 +113,7 @@ def files(root: str | pathlib.Path, manifest: artifact.Manifest):
 
 def child(function: str, *args: object) -> list:
   """Runs a function of this module in a fresh interpreter; its JSON lines."""
-  roots = [str(pathlib.Path(artifact.__file__).parents[1]),
-           str(pathlib.Path(__file__).parent)]
-  env = dict(os.environ, PYTHONPATH=os.pathsep.join(roots))
+  env = dict(os.environ, PYTHONPATH=cli_helpers.module_path())
   done = subprocess.run(
       [sys.executable, '-c',
        f'import store_helpers; store_helpers.{function}(*{args!r})'],

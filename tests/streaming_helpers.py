@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import cli_helpers
-from kvgraft_jax import artifact
 from kvgraft_jax import depositing
 from kvgraft_jax import errors
 from kvgraft_jax import grafting
@@ -31,12 +30,10 @@ def child(function: str, *args: object) -> list:
 
 def spawn(function: str, *args: object) -> subprocess.CompletedProcess:
   """Runs a function of this module in a process of its own, to its end."""
-  roots = [str(pathlib.Path(artifact.__file__).parents[1]),
-           str(pathlib.Path(__file__).parent)]
   return subprocess.run(
       [sys.executable, '-c',
        f'import streaming_helpers; streaming_helpers.{function}(*{args!r})'],
-      env=cli_helpers.environment(PYTHONPATH=os.pathsep.join(roots)),
+      env=cli_helpers.environment(PYTHONPATH=cli_helpers.module_path()),
       capture_output=True, text=True, timeout=300, check=False)
 
 
