@@ -56,6 +56,19 @@ class _Extent:
     return self.k.nbytes + self.v.nbytes
 
 
+class _Tally:
+  """What a cache and its copies have read from stores."""
+
+  def __init__(self):
+    self.nbytes = self.blocks = 0
+    self._lock = threading.Lock()
+
+  def add(self, nbytes: int, blocks: int) -> None:
+    with self._lock:
+      self.nbytes += nbytes
+      self.blocks += blocks
+
+
 class Cold:
   """Keys and values of positions [0, stop) of the global layers.
 
@@ -63,8 +76,6 @@ class Cold:
     stop: one past the last position that is held.
     host_kv_bytes: most bytes held in host memory.
     peak_host_bytes: most that were.
-    store_bytes: bytes read from stores so far.
-    store_blocks: blocks read from stores so far, each layer's counted.
   """
 
   def __init__(
@@ -81,7 +92,8 @@ class Cold:
     self._element = element
     self.host_kv_bytes = host_kv_bytes
     self.stop = 0
-    self.peak_host_bytes = self.store_bytes = self.store_blocks = 0
+    self.peak_host_bytes = 0
+    self._tally = _Tally()
     self._own: list[_Extent] = []
     self._backings: list[Backing] = []
     # (layer row, start) -> a group, or its first part, read from a store.
@@ -103,6 +115,16 @@ class Cold:
   def host_bytes(self) -> int:
     """Bytes in host memory now."""
     return self._host_bytes
+
+  @property
+  def store_bytes(self) -> int:
+    """Bytes that this and its copies have read from stores."""
+    return self._tally.nbytes
+
+  @property
+  def store_blocks(self) -> int:
+    """Blocks that they have read from stores, each layer's counted."""
+    return self._tally.blocks
 
   def _backed(self, start: int, stop: int) -> bool:
     at = start
@@ -220,9 +242,7 @@ class Cold:
       else:
         nbytes = holder.read(layers, at, end, k[:, here], v[:, here])
         blocks = -(-end // holder.block) - at // holder.block
-        with self._lock:
-          self.store_bytes += nbytes
-          self.store_blocks += blocks * (layers.stop - layers.start)
+        self._tally.add(nbytes, blocks * (layers.stop - layers.start))
       at = end
     return only
 

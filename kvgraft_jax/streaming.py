@@ -79,9 +79,9 @@ class Usage:
       device's allocator had given at most, less what it had given when the
       context began: what steps need in passing included.
     host_kv_bytes: most bytes of them in host memory, recorded rows included.
-    store_bytes_read: from stores.
+    store_bytes_read: from stores, by its forks too (as `score` makes them).
     store_blocks_read: likewise, K and V of one layer counted as one.
-    store_wait_s: seconds in which nothing but a store was waited for.
+    store_wait_s: seconds in which they waited for nothing but a store.
     tokens_restored: positions that came from a store.
     tokens_computed: positions that were run.
   """

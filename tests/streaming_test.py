@@ -161,6 +161,22 @@ def test_what_came_from_the_store_once_stays_in_host_memory(scene):
   assert read(8_000) > 0
 
 
+def test_what_forks_read_is_counted(scene):
+  context = grafting.graft(
+      scene.model, scene.store, scene.made,
+      streaming=least(scene.model, 0, 8_000))
+  context.logits()
+  before = context.usage()
+  context.score(tokens(2, seed=3))  # One step, on a fork.
+  once = context.usage()
+  context.score(tokens(2, seed=3))
+  twice = context.usage()
+  assert once.store_bytes_read > before.store_bytes_read
+  assert twice.store_bytes_read - once.store_bytes_read == (
+      once.store_bytes_read - before.store_bytes_read)
+  assert twice.store_blocks_read > once.store_blocks_read
+
+
 def test_empty_continuation_runs_the_last_position_alone(scene):
   ours = grafting.graft(
       scene.model, scene.store, scene.made, streaming=least(scene.model))
