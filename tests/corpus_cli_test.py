@@ -164,6 +164,8 @@ def test_damage_is_said(built, tmp_path):
      'expected 16'),
     (('verify', 'none'), 2, 'there is no corpus.sqlite'),
     (('verify', 'none', '--question=x'), 2, 'verify takes no --question'),
+    (('verify', 'none', '--on_mismatch=inexact'), 2,
+     "verify takes no --on_mismatch, found 'inexact'; remove it"),
     (('stats', 'none'), 2, 'there is no corpus.sqlite'),
     (('stats', 'none', 'more'), 2, 'unexpected argument'),
     (('mend', 'none'), 2, 'mend'),

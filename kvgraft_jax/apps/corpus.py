@@ -30,6 +30,7 @@ POSITIONAL = ('action', 'corpus')
 
 _MODEL = ('store', 'model', 'dtype', 'capacity', 'allow_beyond_trained',
           'chunk', 'tile', 'page', 'threads')
+_DEFAULTS = {'on_mismatch': 'fail'}  # Of the flags of some actions, else None.
 
 
 def define(fv: absl_flags.FlagValues) -> None:
@@ -75,10 +76,10 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   """Runs an action; returns exit code and JSON."""
   flags.require(args, 'action')
   action = ACTIONS[args.action]
-  own = (*action.arguments, *action.flags, *_MODEL, 'on_mismatch')
+  own = (*action.arguments, *action.flags, *_MODEL)
   for other in ACTIONS.values():
     for name in other.flags:
-      if name not in own and getattr(args, name) is not None:
+      if name not in own and getattr(args, name) != _DEFAULTS.get(name):
         raise errors.UsageError(
             f'{args.action} takes no --{name}, found'
             f' {getattr(args, name)!r:.80}; remove it')
