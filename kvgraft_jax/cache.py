@@ -131,6 +131,12 @@ def slots_at(
   return chunk + positions % (slots - 2 * chunk)
 
 
+def is_whole(cache: KVCache | None) -> bool:
+  """Returns whether no array was given away and its successor lost."""
+  return not any(x.is_deleted() for x in jax.tree.leaves(cache)
+                 if isinstance(x, jax.Array))
+
+
 def visible_rows(
     cache: KVCache, config: config_lib.ModelConfig, chunk: int, done: int,
     b: int = 0, kinds: Iterable[str] = config_lib.KINDS,

@@ -96,7 +96,7 @@ class Cold:
     self._tally = _Tally()
     self._own: list[_Extent] = []
     self._backings: list[Backing] = []
-    # (layer row, start) -> a group, or its first part, read from a store.
+    # (layer row, start) -> what was read from a store at once.
     self._kept: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
     self._host_bytes = 0
     self._lock = threading.Lock()
@@ -201,20 +201,7 @@ class Cold:
     Raises:
       KvgraftError: as `Store.read` does; nothing else has changed then.
     """
-    with self._lock:
-      kept = self._kept.get((row, start))
-    if kept is not None and len(kept[0]) >= stop - start:
-      k[...], v[...] = (side[:stop - start] for side in kept)
-      return
-    if not self._fill(slice(row, row + 1), start, stop, k[None], v[None]):
-      return
-    with self._lock:
-      shorter = self._kept.get((row, start), (k[:0], v[:0]))
-      more = k.nbytes + v.nbytes - shorter[0].nbytes - shorter[1].nbytes
-      if 0 < more <= self.host_kv_bytes - self._host_bytes:
-        self._kept[row, start] = k.copy(), v.copy()
-        self._host_bytes += more
-        self.peak_host_bytes = max(self.peak_host_bytes, self._host_bytes)
+    self._fill(slice(row, row + 1), start, stop, k[None], v[None], keep=True)
 
   def rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns K and V of all layers at [start, stop), each [L, n, K, H].
@@ -227,9 +214,12 @@ class Cold:
       self._fill(slice(0, k.shape[0]), start, stop, k, v)
     return k, v
 
-  def _fill(self, layers: slice, start, stop, k, v) -> bool:
-    """Fills all of [layers, start:stop); tells if a store was all it read."""
-    at, only = start, True
+  def _fill(self, layers: slice, start, stop, k, v, keep=False) -> None:
+    """Fills all of [layers, start:stop).
+
+    With `keep` what is read of the only layer stays in host memory, if it may.
+    """
+    at = start
     while at < stop:
       holder, end = self._holder(at)
       end = min(end, stop)
@@ -238,13 +228,33 @@ class Cold:
         there = slice(at - holder.start, end - holder.start)
         k[:, here] = holder.k[layers, there]
         v[:, here] = holder.v[layers, there]
-        only = False
-      else:
+      elif not (keep and self._recall(
+          layers.start, at, k[0, here], v[0, here])):
         nbytes = holder.read(layers, at, end, k[:, here], v[:, here])
         blocks = -(-end // holder.block) - at // holder.block
         self._tally.add(nbytes, blocks * (layers.stop - layers.start))
+        if keep:
+          self._keep(layers.start, at, k[0, here], v[0, here])
       at = end
-    return only
+
+  def _recall(self, row: int, start: int, k: np.ndarray, v: np.ndarray) -> bool:
+    """Fills `k` and `v` with what was kept, if it is enough."""
+    with self._lock:
+      kept = self._kept.get((row, start))
+    if kept is None or len(kept[0]) < len(k):
+      return False
+    k[...], v[...] = (side[:len(k)] for side in kept)
+    return True
+
+  def _keep(self, row: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
+    """Keeps what was read from a store, if host memory may take it."""
+    with self._lock:
+      shorter = self._kept.get((row, start), (k[:0], v[:0]))
+      more = k.nbytes + v.nbytes - shorter[0].nbytes - shorter[1].nbytes
+      if 0 < more <= self.host_kv_bytes - self._host_bytes:
+        self._kept[row, start] = k.copy(), v.copy()
+        self._host_bytes += more
+        self.peak_host_bytes = max(self.peak_host_bytes, self._host_bytes)
 
   def _holder(self, at: int) -> tuple[_Extent | Backing, int]:
     """Returns what holds position `at`, and up to where; host memory first."""

@@ -120,6 +120,9 @@ class Corpus:
 
   Two processes may build at the same time, and one that is killed at any moment
   leaves what was there before its last transaction, or after it.
+
+  Attributes:
+    index: of its words, once it is made (see `corpus.bm25`).
   """
 
   def __init__(self, path: Path, create: bool = False):
@@ -136,6 +139,7 @@ class Corpus:
       StorageError: if it cannot be opened.
     """
     self._file = database.Database(_KIND, path, create)
+    self.index: Any = None
 
   def __enter__(self) -> Corpus:
     return self
@@ -332,7 +336,7 @@ class Corpus:
 
   def names(self) -> list[tuple[str, int, str, tuple[str, ...]]]:
     """Returns source, ordinal, title, headings of all passages, in order."""
-    return [(path, ordinal, title, tuple(json.loads(headings)))
+    return [(path, ordinal, title, self._headings(path, ordinal, headings))
             for path, ordinal, title, headings in self._file.rows(
                 f'SELECT d.path, p.ordinal, d.title, p.headings {_FROM}'
                 ' WHERE d.live ORDER BY d.path, p.ordinal')]
@@ -346,12 +350,27 @@ class Corpus:
       headings: str, start: int, stop: int, text: str, text_sha256: str,
       *rest: Any,
   ) -> Passage:
-    if (_text_sha256(text) != text_sha256
+    if (not isinstance(text, str) or _text_sha256(text) != text_sha256
         or passage_id(source, ordinal, text) != name):
-      raise self._file.damage(
-          f'passage {source}#{ordinal} is not what was written')
+      raise self._damaged(source, ordinal)
     return Passage(name, source, ordinal, title, heading,
-                   tuple(json.loads(headings)), start, stop, text, *rest)
+                   self._headings(source, ordinal, headings), start, stop, text,
+                   *rest)
+
+  def _headings(
+      self, source: str, ordinal: int, headings: str
+  ) -> tuple[str, ...]:
+    try:
+      found = json.loads(headings)
+    except ValueError:
+      found = None
+    if not isinstance(found, list):
+      raise self._damaged(source, ordinal)
+    return tuple(found)
+
+  def _damaged(self, source: str, ordinal: int) -> errors.DamageError:
+    return self._file.damage(
+        f'passage {source}#{ordinal} is not what was written')
 
   # Checking.
 
@@ -361,19 +380,19 @@ class Corpus:
     Raises:
       DamageError: naming what is not as it was written.
     """
-    with self._file.guard():
+    with self._file.snapshot():
       said = self._file.value('PRAGMA integrity_check(1)')
-    if said != 'ok':
-      raise self._file.damage(' '.join(str(said).split())[:200])
-    sizes = dict(
-        self._file.rows('SELECT path, bytes FROM documents WHERE live'))
-    end = dict.fromkeys(sizes, 0)
-    for passage in self.passages():
-      if passage.start != end[passage.source]:
-        raise self._file.damage(
-            f'a passage in front of {passage.place} is missing')
-      end[passage.source] = passage.stop
-      sizes[passage.source] -= len(passage.text.encode())
+      if said != 'ok':
+        raise self._file.damage(' '.join(str(said).split())[:200])
+      sizes = dict(
+          self._file.rows('SELECT path, bytes FROM documents WHERE live'))
+      end = dict.fromkeys(sizes, 0)
+      for passage in self.passages():
+        if passage.start != end[passage.source]:
+          raise self._file.damage(
+              f'a passage in front of {passage.place} is missing')
+        end[passage.source] = passage.stop
+        sizes[passage.source] -= len(passage.text.encode())
     for source, left in sizes.items():
       if left:
         raise self._file.damage(f'the last passage of {source} is missing')

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import dataclasses
 import time
 from typing import Any
-import weakref
 
 import jax
 import numpy as np
@@ -28,6 +27,7 @@ from kvgraft_jax import engine
 from kvgraft_jax import errors
 from kvgraft_jax import grafting
 from kvgraft_jax import store as store_lib
+from kvgraft_jax import streaming
 from kvgraft_jax import verification
 
 ROUTERS = ('address', 'bm25', 'model')
@@ -64,8 +64,10 @@ class Selection:
     route_s: seconds for choosing.
     graft_s: seconds for the graft.
     answer_s: seconds for what was computed behind it.
-    kv: memory and store that it took, a `streaming.Usage`; None without a
-      passage.
+    kv: memory and store that graft and answer took, a `streaming.Usage`; None
+      without a passage.
+    route_kv: likewise for choosing, of all candidates; None for a router that
+      runs no model.
   """
 
   question: str
@@ -91,6 +93,7 @@ class Selection:
   graft_s: float = 0.0
   answer_s: float = 0.0
   kv: dict[str, Any] | None = None
+  route_kv: dict[str, Any] | None = None
 
   def to_json(self) -> dict[str, Any]:
     """Returns all fields."""
@@ -129,9 +132,14 @@ def _graft(
     model: engine.Model, store: store_lib.Store, passage: corpora.Passage,
     on_mismatch: str = 'fail',
 ) -> engine.Context:
-  context = grafting.graft(
-      model, store, building.manifest_of(store, passage),
-      on_mismatch=on_mismatch, record=False)
+  try:
+    context = grafting.graft(
+        model, store, building.manifest_of(store, passage),
+        on_mismatch=on_mismatch, record=False)
+  except errors.DamageError as e:
+    raise errors.DamageError(
+        f'passage {passage.place}: {e} (`kvgraft corpus build` deposits what is'
+        ' missing)') from None
   jax.block_until_ready(context.cache)  # For the timings.
   return context
 
@@ -141,6 +149,9 @@ class ModelRouter:
 
   The score is the log-likelihood of the question behind each passage, in nats,
   which is also the unit of a margin.
+
+  Attributes:
+    usage: what the last call of `route` took, of all candidates.
   """
 
   name = 'model'
@@ -152,18 +163,22 @@ class ModelRouter:
     """Args: model, store; base, whose `top` first are scored."""
     self._model, self._store, self._base = model, store, base
     self._top, self._on_mismatch = top, on_mismatch
+    self.usage: streaming.Usage | None = None
 
   def route(self, question: str, k: int = 4) -> list[routing.Candidate]:
     """Returns the k best of the base's first ones."""
     ids = building.tokenizer_of(self._model).encode(
         f'\n\nQuestion: {question}', add_bos=False)
     found = []
+    self.usage = None
     for one in self._base.route(question, max(k, self._top)):
       context = _graft(
           self._model, self._store, one.passage, self._on_mismatch)
       found.append(routing.Candidate(
           one.passage, context.score(ids).logprob,
           'log-likelihood of the question'))
+      usage = context.usage()
+      self.usage = self.usage.then(usage) if self.usage else usage
     return sorted(found, key=lambda one: -one.score)[:k]
 
   def judge(
@@ -176,14 +191,11 @@ class ModelRouter:
     return routing.judge(candidates, margin, 3.0, 1.0)
 
 
-# Corpus -> its index, made once a process.
-_INDICES: weakref.WeakKeyDictionary[corpora.Corpus, routing.Bm25Router] = (
-    weakref.WeakKeyDictionary())
-
-
 def bm25(corpus: corpora.Corpus) -> routing.Bm25Router:
   """Returns the BM25 router of an open corpus, always the same one."""
-  return _INDICES.setdefault(corpus, routing.Bm25Router(corpus))
+  if corpus.index is None:
+    corpus.index = routing.Bm25Router(corpus)
+  return corpus.index
 
 
 def _router(
@@ -213,8 +225,9 @@ def _select(
 ) -> tuple[dict[str, Any], corpora.Passage | None]:
   """Returns the fields of a Selection, and the chosen passage."""
   building.tokenizer_of(model)
-  if not question.strip():
-    raise errors.UsageError('question: expected a text, found none')
+  if not isinstance(question, str) or not question.strip():
+    raise errors.UsageError(
+        f'question: expected a text, found {question or "none"!r:.80}')
   if k < 1:
     raise errors.UsageError(f'k: expected at least 1, found {k}')
   chosen = _router(model, store, corpus, router, passage, on_mismatch)
@@ -223,11 +236,13 @@ def _select(
   found = chosen.route(question if passage is None else passage, max(k, 2))
   seconds = time.perf_counter() - began
   judgement = chosen.judge(found)
+  usage = getattr(chosen, 'usage', None)
   fields: dict[str, Any] = {
       'question': question, 'router': chosen.name,
       'quality': judgement.quality, 'margin': judgement.margin,
       'words': routing.words(question), 'words_found': 0,
       'route_s': round(seconds, 6),
+      'route_kv': usage and dataclasses.asdict(usage),
       'candidates': [
           one.passage.about() | {'score': one.score, 'why': one.why}
           for one in found[:k]]}
@@ -352,9 +367,10 @@ def choose(
   Raises:
     KvgraftError: as `ask` does; if there is no option.
   """
-  if not options or not all(options):
+  if isinstance(options, str) or not options or not all(
+      isinstance(one, str) and one for one in options):
     raise errors.UsageError(
-        f'options: expected texts, found {list(options)!r:.80}')
+        f'options: expected texts, found {options!r:.80}')
   fields, chosen = _select(
       model, store, corpus, question, passage, router, k, on_mismatch)
   if chosen is None:
@@ -365,13 +381,14 @@ def choose(
   ids = [model.tokenizer.encode(f' {option}', add_bos=False)
          for option in options]
   scores = [context.score(one).logprob for one in ids]
+  usage = context.usage()
   return Choice(
       **fields, option=options[int(np.argmax(scores))], logprobs=scores,
       tokens=[len(one) for one in ids], exact=context.exact,
-      tokens_restored=context.tokens_restored,
-      tokens_computed=context.tokens_computed, graft_s=round(graft_s, 6),
+      tokens_restored=usage.tokens_restored,
+      tokens_computed=usage.tokens_computed, graft_s=round(graft_s, 6),
       answer_s=round(time.perf_counter() - began - graft_s, 6),
-      kv=dataclasses.asdict(context.usage()))
+      kv=dataclasses.asdict(usage))
 
 
 @dataclasses.dataclass(frozen=True)

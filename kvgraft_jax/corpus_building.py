@@ -33,11 +33,11 @@ class BuildReport:
     changed: of them, those whose text is another.
     unchanged: of them, those that were there.
     removed: documents that are gone.
-    skipped: reason -> files that are no documents.
+    skipped: reason -> paths of the files that are no documents.
     passages: in the corpus now.
     tokens: of them, each with its bos.
     bytes: of their artifacts' data files.
-    deposited: passages that this build added.
+    deposited: passages that this build computed and stored.
     repaired: passages whose artifact was lost, deposited again.
     tokens_computed: positions that this build ran.
     seconds: that it took.
@@ -48,7 +48,7 @@ class BuildReport:
   changed: int
   unchanged: int
   removed: int
-  skipped: dict[str, int]
+  skipped: dict[str, list[str]]
   passages: int
   tokens: int
   bytes: int
@@ -96,7 +96,7 @@ def build(
     raise errors.UsageError(
         f'limit_documents: expected at least 1, found {limit_documents}')
   there: dict[str, tuple[str, int]] = {}
-  skipped: dict[str, int] = {}
+  skipped: dict[str, list[str]] = {}
   cut = False
   for document in passages_lib.documents(text_dir, skipped):
     cut = len(there) == limit_documents
@@ -104,7 +104,8 @@ def build(
       break
     there[document.path] = document.sha256, len(document.text.encode())
   if not there:
-    found = ', '.join(f'{n} {why}' for why, n in skipped.items()) or 'no file'
+    found = ', '.join(
+        f'{len(paths)} {why}' for why, paths in skipped.items()) or 'no file'
     raise errors.UsageError(
         f'{text_dir}: there is no document, found {found}; give a directory'
         f' with UTF-8 text in files {", ".join(passages_lib.SUFFIXES[1:])} or'
@@ -119,7 +120,7 @@ def build(
   # A text that was changed and is as before again.
   corpus.drop_drafts(drafts & there.keys() - {*todo})
   work = _Building(model, store, corpus, passage_tokens, sliding, block)
-  work.repair(there.keys() & before.keys() - {*todo})
+  built: set[str] = set()
   done, total = 0, sum(there[path][1] for path in todo)
   for path in todo:
     # Not kept from the first look: all texts together may be large.
@@ -127,11 +128,14 @@ def build(
     if current is not None:
       work.document(
           current, progress and (lambda n, at=done: progress(at + n, total)))
+      built.add(path)
     done += there[path][1]
+  # Last: a damaged one ends the build.
+  work.repair(there.keys() & before.keys() - {*todo})
   stats = corpus.stats()
   return BuildReport(
-      documents=stats['documents'], added=len({*todo} - {*before}),
-      changed=len({*todo} & {*before}), unchanged=len(there) - len(todo),
+      documents=stats['documents'], added=len(built - {*before}),
+      changed=len(built & {*before}), unchanged=len(there) - len(todo),
       removed=len(gone & before.keys()), skipped=skipped,
       passages=stats['passages'], tokens=stats['tokens'],
       bytes=stats['artifact_bytes'], deposited=work.deposited,
@@ -156,10 +160,11 @@ def settings(
   """
   tokenizer_of(model)
   most = model.capacity - ROOM
-  if not _LEAST_TOKENS <= passage_tokens <= most:
+  if type(passage_tokens) is not int or not (
+      _LEAST_TOKENS <= passage_tokens <= most):
     raise errors.UsageError(
         f'passage_tokens: expected {_LEAST_TOKENS} to {most}, the capacity less'
-        f' {ROOM} for question and answer, found {passage_tokens}')
+        f' {ROOM} for question and answer, found {passage_tokens!r}')
   if sliding not in (artifact_lib.FULL, artifact_lib.WINDOW):
     raise errors.UsageError(
         f"sliding: expected 'full' or 'window', found {sliding!r}")
@@ -213,10 +218,10 @@ class _Building:
         made = self._deposit(piece.text, {
             'source': document.path, 'passage': ordinal,
             'title': document.title})
+        self.deposited += not made.existed
         self._corpus.add(
             number, ordinal, piece, tokens=made.length, key=made.key,
             artifact=made.id, nbytes=made.manifest.nbytes)
-        self.deposited += 1
       done += len(piece.text.encode())
       if progress:
         progress(done)

@@ -16,6 +16,7 @@ import difflib
 import re
 from typing import Any
 from typing import Protocol
+import unicodedata
 
 import numpy as np
 
@@ -105,13 +106,18 @@ def words_found(question: str, passage: corpora.Passage) -> int:
 
 
 def _different(text: str) -> set[str]:
-  return set(re.findall(_WORD, text.casefold()))
+  return set(re.findall(_WORD, _normal(text)))
+
+
+def _normal(text: str) -> str:
+  """Returns a text whose words are equal however they are written."""
+  return unicodedata.normalize('NFKC', text.casefold())
 
 
 def _words(passage: corpora.Passage) -> str:
   """Returns what a passage is found by."""
-  return '\n'.join(
-      (passage.source, passage.title, passage.heading, passage.text))
+  return _normal('\n'.join(
+      (passage.source, passage.title, passage.heading, passage.text)))
 
 
 class AddressRouter:
@@ -199,7 +205,9 @@ def _folded(text: str) -> str:
 
 
 class Bm25Router:
-  """Chooses by BM25. The index is kept in memory, and made anew after changes.
+  """Chooses by BM25, words folded to one case and form.
+
+  The index is kept in memory, and made anew after changes.
 
   A margin is the part of the first score by which the second is less. Scores
   depend on the corpus and cannot be compared between questions.
@@ -225,8 +233,8 @@ class Bm25Router:
     if self._index is None:
       return []
     words = bm25s.tokenize(
-        [question], stopwords=[], token_pattern=_WORD, show_progress=False,
-        return_ids=False)[0]
+        [_normal(question)], stopwords=[], token_pattern=_WORD,
+        show_progress=False, return_ids=False)[0]
     if not words:
       return []
     scores = self._index.get_scores(words)
@@ -253,11 +261,11 @@ class Bm25Router:
       self._places.append((passage.source, passage.ordinal))
       texts.append(_words(passage))
     self._index = None
-    if texts:
+    words = bm25s.tokenize(texts, stopwords=[], token_pattern=_WORD,
+                           show_progress=False)
+    if any(words.ids):
       self._index = bm25s.BM25()
-      self._index.index(
-          bm25s.tokenize(texts, stopwords=[], token_pattern=_WORD,
-                         show_progress=False), show_progress=False)
+      self._index.index(words, show_progress=False)
     self._version = version
 
 

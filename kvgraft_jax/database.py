@@ -82,7 +82,7 @@ class Database:
     elif not os.path.lexists(self.file):
       raise errors.NotFoundError(
           f'{self._folder}: there is no {kind.file}; {kind.missing}')
-    quoted = urllib.parse.quote(os.fspath(self.file.absolute()))
+    quoted = urllib.parse.quote(os.fsencode(self.file.absolute()))
     mode = 'rwc' if create else 'rw'
     with self.guard():
       self.db = sqlite3.connect(
@@ -146,14 +146,24 @@ class Database:
     """Makes one line of what SQLite raises."""
     try:
       yield
+    except UnicodeEncodeError as e:
+      raise errors.UsageError(
+          f'expected Unicode text, found {e.object[e.start:e.end]!r:.40} in'
+          f' {e.object!r:.80}; give it in UTF-8') from None
+    except UnicodeDecodeError:
+      raise self.damage('holds text that is not UTF-8') from None
     except sqlite3.Error as e:
       text = str(e)
+      if 'thread' in text:
+        raise errors.UsageError(
+            f'{self._folder}: the {self._kind.noun} was opened by another'
+            ' thread; open it in each that uses it') from None
       if isinstance(e, sqlite3.ProgrammingError):
         raise errors.UsageError(
             f'{self._folder}: the {self._kind.noun} is closed ({text}); open it'
         ) from None
       if isinstance(e, sqlite3.OperationalError) and not any(
-          word in text for word in ('no such', 'malformed')):
+          word in text for word in ('no such', 'malformed', 'UTF-8')):
         raise errors.StorageError(
             f'{self.file}: {text}; nothing was changed: check its'
             ' permissions, the space, and whether another process holds it'
@@ -163,6 +173,17 @@ class Database:
   def damage(self, what: str) -> errors.DamageError:
     """Returns what to raise for a file that is not as it was written."""
     return errors.DamageError(f'{self.file}: {what}; {self._kind.repair}')
+
+  @contextlib.contextmanager
+  def snapshot(self) -> Iterator[None]:
+    """Reads one state of the file, whatever others write meanwhile."""
+    with self.guard():
+      self.db.execute('BEGIN')
+      try:
+        yield
+      finally:
+        if self.db.in_transaction:
+          self.db.execute('ROLLBACK')
 
   @contextlib.contextmanager
   def transaction(self) -> Iterator[None]:

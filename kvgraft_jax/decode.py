@@ -131,8 +131,8 @@ def generate(
     _alone(samples[0], rows, params, stop, stop_when, on_token)
   elif contexts[0].streaming is not None:
     for sample in samples:  # A batch would need room for all on the device.
-      sample.context = sample.context.fork()
-      _alone(sample, rows, params, stop, stop_when, on_token)
+      with sample.context.trial() as sample.context:
+        _alone(sample, rows, params, stop, stop_when, on_token)
   else:
     for at in range(0, len(samples), BATCH):
       _together(samples[at:at + BATCH], params, stop, stop_when, on_token)

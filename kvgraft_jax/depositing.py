@@ -75,9 +75,9 @@ def deposit(
   if streaming is not None:
     if isinstance(tokens_or_context, engine.Context):
       raise errors.UsageError(
-          'streaming: expected token ids to compute, found a context; it is'
-          ' deposited as it is without')
-    grafting.check_streaming(model, streaming)
+          'streaming: expected token ids to compute, found a context; leave it'
+          ' out to deposit a context')
+    model.check_streaming(streaming)
   context, own, start, parent_key = _what(
       model, store, tokens_or_context, parent, parent_length)
   fields = artifact_lib.KeyFields(
@@ -252,7 +252,7 @@ class _Stream:
     """Raises UsageError if host memory may not take what has to pass it."""
     config, profile = self._model.config, self._model.profile
     layout = streaming_lib.layout(
-        config, profile, self._streaming.device_kv_bytes)
+        config, profile, self._streaming.device_kv_bytes, self._model.capacity)
     # What leaves the device waits here until its block is whole.
     needed = (layout.hot + self._fields.block) * cache_lib.token_bytes(
         config, profile.dtype)[config_lib.GLOBAL]

@@ -28,6 +28,7 @@ from kvgraft_jax import decode
 from kvgraft_jax import errors
 from kvgraft_jax import experts
 from kvgraft_jax import hashing
+from kvgraft_jax import interrupts
 from kvgraft_jax import memory
 from kvgraft_jax import numerics
 from kvgraft_jax import programs as programs_lib
@@ -188,13 +189,25 @@ class Model:
       UsageError: if there is no token or an id is not one of the model's.
       CapacityError: if they are more than the model's context, or than the
         host memory may take.
+      ClassMismatchError: if a streamed context may have other bits here.
     """
     tokens = list(tokens)
     if not tokens:
       raise errors.UsageError(
           'prefill: expected at least one token, found none')
+    self.check_streaming(streaming)
     return Context(self, record=record, streaming=streaming).extend(
         tokens, progress=progress)
+
+  def check_streaming(
+      self, streaming: streaming_lib.Streaming | None
+  ) -> None:
+    """Raises ClassMismatchError unless a streamed context would be exact."""
+    if streaming is not None and not self.self_test().invariances.get('stream'):
+      raise errors.ClassMismatchError(
+          'the self-test refuted stream on this machine, so a streamed context'
+          ' may have other bits; leave out --device_kv_bytes, or graft with'
+          ' --on_mismatch=inexact', 'stream')
 
   def check_tokens(self, tokens: Iterable[int], have: int = 0) -> list[int]:
     """Returns `tokens` as ints, or raises what is wrong with them."""
@@ -218,10 +231,10 @@ class Model:
         more = ' (positions behind it would not be exact)'
       else:
         more = (f" (the capacity is {self.config.name}'s context;"
-                ' allow_beyond_trained lets it be longer)')
+                ' --allow_beyond_trained lets it be longer)')
       raise errors.CapacityError(
           f'{length} tokens ({have} in the context and {len(result)} more) are'
-          f' beyond the capacity of {self.capacity}; shorten the text{more}')
+          f' beyond the capacity of {self.capacity}; take fewer{more}')
     if length > trained and not self._warned:
       self._warned = True
       _LOG.warning(
@@ -270,7 +283,8 @@ class Model:
     One tile and one head are run, so that the weights are in memory too.
     """
     if streaming is not None:
-      streaming_lib.Streamed(self.programs, streaming).warm_up(
+      streaming_lib.Streamed(
+          self.programs, streaming, capacity=self.capacity).warm_up(
           self.params, {self.rows_for(new), self.profile.tile})
       self.programs.run_head(
           self.params, np.zeros((1, self.config.width), np.float32))
@@ -327,10 +341,15 @@ class Context:
     self._cache: cache_lib.KVCache | None = None
     self._streamed: streaming_lib.Streamed | None = None
     if streaming is not None:
-      self._streamed = streaming_lib.Streamed(model.programs, streaming)
+      if not isinstance(streaming, streaming_lib.Streaming):
+        raise errors.UsageError(
+            f'streaming: expected a Streaming, found {streaming!r:.80}')
+      self._streamed = streaming_lib.Streamed(
+          model.programs, streaming, capacity=model.capacity)
+      self.exact = bool(model.self_test().invariances.get('stream'))
     self._reads = streaming_lib.Reads()
     self._allocated = memory.allocated_bytes()
-    self._most_device = self._most_host = 0
+    self._most_device = self._most_host = self._tried = 0
     # [D], hidden row of position done - 1.
     self._last: jax.Array | np.ndarray | None = None
     self._record = record
@@ -371,17 +390,22 @@ class Context:
     now = memory.allocated_bytes()
     if now is not None and self._allocated is not None:
       device, source = now[1] - self._allocated[0], 'allocator'
-    host = self._recorder.nbytes if self._recorder else 0
     reads, streamed = self._reads, self._streamed
+    host = max(self._most_host, self._host_bytes())
     nbytes, blocks, seconds = reads.nbytes, reads.blocks, reads.seconds
     if streamed is not None:
-      host += streamed.cold.peak_host_bytes
+      host = max(host, streamed.cold.peak_host_bytes)
       nbytes += streamed.cold.store_bytes
       blocks += streamed.cold.store_blocks
       seconds += streamed.waited_s
     return streaming_lib.Usage(
-        device, source, max(host, self._most_host), nbytes, blocks,
-        round(seconds, 6), self.tokens_restored, self.tokens_computed)
+        device, source, host, nbytes, blocks, round(seconds, 6),
+        self.tokens_restored, self.tokens_computed + self._tried)
+
+  def _host_bytes(self) -> int:
+    """Returns bytes of keys and values in host memory now."""
+    recorded = self._recorder.nbytes if self._recorder else 0
+    return recorded + (self._streamed.cold.host_bytes if self._streamed else 0)
 
   def restore(
       self, tokens: list[int], cache: cache_lib.KVCache | None, recorder,
@@ -461,8 +485,7 @@ class Context:
             self.model.config, self.model.profile, 0)
         self._recorder.keep = self._keep
       self._recorder.before_step(self.cache, self._done, rows)
-      self._most_host = max(self._most_host, self._recorder.nbytes + (
-          self._streamed.cold.host_bytes if self._streamed else 0))
+      self._most_host = max(self._most_host, self._host_bytes())
     self._most_device = max(self._most_device, self.nbytes)
 
   def _step(
@@ -506,6 +529,7 @@ class Context:
     Returns:
       Hidden rows [stop - first, D].
     """
+    self._check_whole()
     self._prepare(rows, total)
     step = np.zeros((1, rows), np.int32)
     step[0, :len(tokens)] = tokens
@@ -513,9 +537,22 @@ class Context:
     if self._streamed is not None:
       return self._streamed.run_step(
           self.model.params, step, starts, wanted)[0]
-    hidden, self._cache = self.model.programs.run_step(
-        self.model.params, self.cache, step, starts, wanted)
+    programs = self.model.programs
+    # Compiled before anything changes: that is when users interrupt.
+    programs.step(rows, 1, self.cache.capacity)
+    with interrupts.deferred():
+      hidden, self._cache = programs.run_step(
+          self.model.params, self.cache, step, starts, wanted)
     return hidden[0]
+
+  def _check_whole(self) -> None:
+    """Raises if a second interrupt has cut a step from its result."""
+    whole = (self._streamed.whole if self._streamed
+             else cache_lib.is_whole(self._cache))
+    if not whole:
+      raise errors.UsageError(
+          'the context lost its keys and values when a step was interrupted;'
+          ' graft or compute it again')
 
   def logits(self) -> np.ndarray:
     """Returns float32 [V], the logits behind the last token.
@@ -652,7 +689,8 @@ class Context:
           'score: expected at least one token to score, found none')
     values = [sampling.log_softmax_at(self.logits(), tokens[0])]
     if len(tokens) > 1:
-      hidden = self.fork().hidden_of(tokens[:-1])
+      with self.trial() as ahead:
+        hidden = ahead.hidden_of(tokens[:-1])
       tile = self.model.profile.tile
       for at in range(0, len(hidden), tile):  # All at once may not fit: V.
         logits = self.head(hidden[at:at + tile])
@@ -723,6 +761,27 @@ class Context:
     if self._recorder is not None:
       other._recorder = self._recorder.copy()
     return other
+
+  @contextlib.contextmanager
+  def trial(self) -> Iterator[Context]:
+    """Yields a fork that is gone behind the block; `usage` counts it here.
+
+    Of a streamed context the fork takes the place on the device.
+    """
+    with contextlib.ExitStack() as stack:
+      if self._streamed is not None:
+        stack.enter_context(self._streamed.parked())
+      other = self.fork()
+      try:
+        yield other
+      finally:
+        usage = other.usage()
+        self._tried += usage.tokens_computed - self.tokens_computed
+        if usage.device_kv_source == 'buffers':
+          self._most_device = max(self._most_device, usage.device_kv_bytes)
+        self._most_host = max(self._most_host, usage.host_kv_bytes)
+        if other._streamed is not None:
+          other._streamed.drop()
 
   def grown_cache(self, slots: int) -> cache_lib.KVCache:
     """Returns a cache of `slots` global slots with all tokens computed."""

@@ -126,14 +126,19 @@ class Journal:
     if digest is not None:
       self._keep_states(digest)
 
-  def load(self, files: Set[str]) -> None:
+  def entries(self) -> dict[int, str]:
+    """Returns number -> name of the entries that are there now."""
+    matches = [_ENTRY.fullmatch(name) for name in self._kv.list(self._prefix)]
+    return {int(m[2]): m[0] for m in matches if m}
+
+  def load(self, names: Mapping[int, str], files: Set[str]) -> None:
     """Reads the entries up to the first that cannot be used.
 
     Args:
-      files: names of the attempt's data files that are there as a whole.
+      names: of the entries, by number.
+      files: names of the attempt's data files that are there as a whole, listed
+        after `names`: another process may be writing more of both.
     """
-    matches = [_ENTRY.fullmatch(name) for name in self._kv.list(self._prefix)]
-    names = {int(m[2]): m[0] for m in matches if m}
     pending = {n: self._kv.start_load(name) for n, name in names.items()}
     self._next = max(names, default=-1) + 1
     ended = False

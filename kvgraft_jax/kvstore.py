@@ -56,6 +56,8 @@ def _parse_url(url: str) -> dict[str, Any]:
       spec = ts.KvStore.Spec(url).to_json()
     else:
       path = os.path.abspath(os.path.expanduser(url))
+      if path.startswith('//'):  # A host, to TensorStore.
+        path = path[1:]
       path.encode('utf-8')  # TensorStore takes no other names.
       spec = {'driver': 'file', 'path': path}
   except (ValueError, TypeError) as e:

@@ -69,16 +69,17 @@ class Passage:
 
 
 def documents(
-    text_dir: Path, skipped: MutableMapping[str, int] | None = None
+    text_dir: Path, skipped: MutableMapping[str, list[str]] | None = None
 ) -> Iterator[Document]:
   """Yields the documents of a directory and those below, sorted by path.
 
   They are files of UTF-8 text with an ending of SUFFIXES, or that and '.gz'.
-  Links to directories, and links that lead out of `text_dir`, are not followed.
+  Links to directories, and links that lead out of `text_dir`, are not followed;
+  what is hidden (a name that begins with a dot) is left out.
 
   Args:
     text_dir: the directory.
-    skipped: if given, reason -> how many files were skipped for it.
+    skipped: if given, reason -> paths of the files that were skipped for it.
 
   Raises:
     NotFoundError: if there is no such directory.
@@ -89,7 +90,7 @@ def documents(
     if isinstance(found, Document):
       yield found
     elif skipped is not None:
-      skipped[found] = skipped.get(found, 0) + 1
+      skipped.setdefault(found, []).append(path)
 
 
 def read(text_dir: Path, path: str) -> Document | None:
@@ -111,9 +112,11 @@ def _files(text_dir: Path) -> list[str]:
     ) from None
 
   found = []
-  for folder, _, names in os.walk(root, onerror=failed):
+  for folder, below, names in os.walk(root, onerror=failed):
+    below[:] = [name for name in below if not name.startswith('.')]
     inside = pathlib.PurePath(folder).relative_to(root)
-    found += [(inside / name).as_posix() for name in names]
+    found += [(inside / name).as_posix() for name in names
+              if not name.startswith('.')]
   return sorted(found)
 
 
@@ -133,14 +136,15 @@ def _read(root: pathlib.Path, path: str) -> Document | str:
       data = f.read(MOST_BYTES + 1)
   except UnicodeEncodeError:
     return 'a name that is not UTF-8'
-  except (OSError, EOFError, zlib.error):
+  except (OSError, EOFError, RuntimeError, zlib.error):
+    # RuntimeError: a link to itself, up to Python 3.12.
     return 'cannot be read'
   if len(data) > MOST_BYTES:
     return f'more than {MOST_BYTES >> 20} MiB'
   if b'\0' in data:
     return 'binary'
   try:
-    text = data.decode()
+    text = data.decode('utf-8-sig')
   except UnicodeDecodeError:
     return 'not UTF-8'
   if not text.strip():

@@ -6,7 +6,9 @@ import collections
 from collections.abc import Generator
 from collections.abc import Sequence
 from concurrent import futures
+import contextlib
 import dataclasses
+import queue
 import threading
 import time
 from typing import Any
@@ -15,6 +17,7 @@ import jax
 import numpy as np
 
 from kvgraft_jax import cold as cold_lib
+from kvgraft_jax import interrupts
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -27,12 +30,36 @@ def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 @dataclasses.dataclass
 class _Slot:
-  """A pair of host buffers, what fills them and what reads them."""
+  """A pair of host buffers, what fills them and what reads them.
+
+  A thread sets `error` and `filling`, then wakes who waits. An interrupt may
+  end a wait at any moment: with a future, or a condition, it could leave the
+  lock taken that the thread needs, for ever.
+  """
 
   k: np.ndarray
   v: np.ndarray
-  filling: futures.Future | None = None
+  filling: bool = False
+  error: BaseException | None = None
   reader: Any = None
+  woken: queue.SimpleQueue = dataclasses.field(
+      default_factory=queue.SimpleQueue)
+
+  def fill(self, cold: cold_lib.Cold, row: int, start: int, stop: int) -> None:
+    """Fills the buffers; in a thread."""
+    n = stop - start
+    try:
+      cold.fill(row, start, stop, self.k[:n], self.v[:n])
+    except BaseException as e:  # For who waits.
+      self.error = e
+    self.filling = False
+    self.woken.put(None)
+
+  def wait(self) -> None:
+    """Returns once no thread fills the buffers."""
+    while self.filling:
+      with contextlib.suppress(queue.Empty):
+        self.woken.get(timeout=1)
 
 
 class Ring:
@@ -71,14 +98,18 @@ class Ring:
     left = collections.deque(requests)
 
     def submit():
-      slot, (row, start, stop) = free.popleft(), left.popleft()
+      slot = free.popleft()
       if slot.reader is not None:
         jax.block_until_ready(slot.reader)
         slot.reader = None
-      n = stop - start
-      slot.filling = self._pool.submit(
-          cold.fill, row, start, stop, slot.k[:n], slot.v[:n])
-      pending.append(slot)
+      with interrupts.deferred():
+        slot.error, slot.filling = None, True
+        try:
+          self._pool.submit(slot.fill, cold, *left.popleft())
+        except BaseException:
+          slot.filling = False
+          raise
+        pending.append(slot)
 
     try:
       self._let_fills_end()  # A second interrupt may have left some.
@@ -88,14 +119,13 @@ class Ring:
       busy = None
       while pending:
         slot = pending.popleft()
-        future = slot.filling
-        assert future is not None
-        if not future.done():
+        if slot.filling:
           jax.block_until_ready(busy)  # Only what comes behind it is waiting.
           began = time.perf_counter()
-          futures.wait([future])
+          slot.wait()
           self.waited_s += time.perf_counter() - began
-        future.result()
+        if slot.error is not None:
+          raise slot.error
         yield slot
         busy = slot.reader
         free.append(slot)
@@ -106,4 +136,5 @@ class Ring:
       self._let_fills_end()
 
   def _let_fills_end(self) -> None:
-    futures.wait([s.filling for s in self._slots if s.filling is not None])
+    for slot in self._slots:
+      slot.wait()

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -31,6 +32,7 @@ from kvgraft_jax import cache as cache_lib
 from kvgraft_jax import cold as cold_lib
 from kvgraft_jax import config as config_lib
 from kvgraft_jax import errors
+from kvgraft_jax import interrupts
 from kvgraft_jax import memory
 from kvgraft_jax import model as model_lib
 from kvgraft_jax import numerics
@@ -55,12 +57,22 @@ class Streaming:
     device_kv_bytes: most bytes of keys and values on the device, the sliding
       layers' windows included; constant over the context's life. None for as
       much as makes steps fast: more keeps more positions on the device.
-    host_kv_bytes: most bytes of them in host memory; None for half of what is
-      available when the context begins.
+    host_kv_bytes: most bytes of the global layers' in host memory; None for
+      half of what is available when the context begins. What a context records
+      of sliding layers, for a deposit (`record`), comes on top.
+
+  Raises:
+    UsageError: if a value is not a whole number.
   """
 
   device_kv_bytes: int | None = None
   host_kv_bytes: int | None = None
+
+  def __post_init__(self):
+    for name, value in vars(self).items():
+      if value is not None and not isinstance(value, (int, np.integer)):
+        raise errors.UsageError(
+            f'{name}: expected a whole number of bytes, found {value!r:.80}')
 
   def host_limit(self) -> int:
     """Returns the most bytes in host memory."""
@@ -83,7 +95,7 @@ class Usage:
     store_blocks_read: likewise, K and V of one layer counted as one.
     store_wait_s: seconds in which they waited for nothing but a store.
     tokens_restored: positions that came from a store.
-    tokens_computed: positions that were run.
+    tokens_computed: positions that were run, those of forks too.
   """
 
   device_kv_bytes: int
@@ -94,6 +106,17 @@ class Usage:
   store_wait_s: float
   tokens_restored: int
   tokens_computed: int
+
+  def then(self, other: Usage) -> Usage:
+    """Returns what this and, when it is gone, another context have taken."""
+    return Usage(
+        max(self.device_kv_bytes, other.device_kv_bytes), self.device_kv_source,
+        max(self.host_kv_bytes, other.host_kv_bytes),
+        self.store_bytes_read + other.store_bytes_read,
+        self.store_blocks_read + other.store_blocks_read,
+        self.store_wait_s + other.store_wait_s,
+        self.tokens_restored + other.tokens_restored,
+        self.tokens_computed + other.tokens_computed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +162,7 @@ def _bytes(config, profile, hot: int, group: int, buffers: int) -> int:
 
 def layout(
     config: config_lib.ModelConfig, profile: numerics.Profile,
-    device_kv_bytes: int | None = None,
+    device_kv_bytes: int | None = None, capacity: int | None = None,
 ) -> Layout:
   """Returns how the global layers share what the sliding windows leave.
 
@@ -147,6 +170,7 @@ def layout(
     config: architecture.
     profile: numerics.
     device_kv_bytes: as in `Streaming`.
+    capacity: most positions of a context; None for no limit.
 
   Raises:
     CapacityError: if it is too little.
@@ -177,7 +201,10 @@ def layout(
   a_page = _bytes(config, profile, hot + page, group, buffers) - _bytes(
       config, profile, hot, group, buffers)
   spare = device_kv_bytes - _bytes(config, profile, hot, group, buffers)
-  hot += spare // a_page * page
+  more = spare // a_page
+  if capacity is not None:
+    more = min(more, max(0, -(-(capacity - page) // page)))
+  hot += int(more) * page
   return Layout(
       hot, group, buffers, _bytes(config, profile, hot, group, buffers))
 
@@ -200,18 +227,28 @@ class Streamed:
 
   def __init__(
       self, programs: programs_lib.Programs, streaming: Streaming,
-      ring: ring_lib.Ring | None = None,
+      ring: ring_lib.Ring | None = None, capacity: int | None = None,
   ):
+    """Holds nothing yet.
+
+    Args:
+      programs: of the model.
+      streaming: the memory that it may take.
+      ring: buffers to share with another one; None for own ones.
+      capacity: most positions of the context; None for no limit.
+    """
     config, profile = programs.config, programs.profile
     self._programs = programs
     self._streaming = streaming
-    self.layout = layout(config, profile, streaming.device_kv_bytes)
+    self._capacity = capacity
+    self.layout = layout(
+        config, profile, streaming.device_kv_bytes, capacity)
     spec = config.spec(config_lib.GLOBAL)
     element = np.dtype(cache_lib.BITS[profile.dtype])
     self._groups = config.num_heads // spec.kv_heads
     self._one = jnp.asarray(np.float32(1.0))
     self.base = 0
-    self.cache = programs.empty_cache(1, self.layout.hot)
+    self._cache: cache_lib.KVCache | None = None
     shape = (spec.kv_heads, spec.head_dim)
     self.cold = cold_lib.Cold(
         (len(config.kind_layers(config_lib.GLOBAL)), *shape), element,
@@ -221,9 +258,25 @@ class Streamed:
     self._names: dict[tuple, str] = {}
 
   @property
+  def cache(self) -> cache_lib.KVCache:
+    """What is on the device; made when it is first asked for."""
+    if self._cache is None:
+      self._cache = self._programs.empty_cache(1, self.layout.hot)
+    return self._cache
+
+  @cache.setter
+  def cache(self, cache: cache_lib.KVCache) -> None:
+    self._cache = cache
+
+  @property
+  def whole(self) -> bool:
+    """Whether nothing of it is lost (see `cache.is_whole`)."""
+    return cache_lib.is_whole(self._cache)
+
+  @property
   def nbytes(self) -> int:
     """Bytes of keys and values on the device."""
-    return self.cache.nbytes + self._ring.nbytes
+    return self._ring.nbytes + (self._cache.nbytes if self._cache else 0)
 
   @property
   def waited_s(self) -> float:
@@ -242,10 +295,28 @@ class Streamed:
 
   def copy(self) -> Streamed:
     """Returns an independent one; the device memory is copied."""
-    other = Streamed(self._programs, self._streaming, self._ring)
+    other = Streamed(
+        self._programs, self._streaming, self._ring, self._capacity)
     other.base, other.cold = self.base, self.cold.copy()
     other.cache = jax.tree.map(jnp.copy, self.cache)
     return other
+
+  @contextlib.contextmanager
+  def parked(self) -> Iterator[None]:
+    """Keeps what is on the device in host memory, for the block.
+
+    In the block nothing but `copy` may be called.
+    """
+    # A copy: where the device is the CPU, a view would keep its memory.
+    self.cache = jax.tree.map(np.array, self.cache)
+    try:
+      yield
+    finally:
+      self.cache = jax.tree.map(jnp.array, self.cache)
+
+  def drop(self) -> None:
+    """Frees the device memory; what it held is lost."""
+    self._cache = None
 
   def make_room(self, done: int, rows: int) -> None:
     """Lets hot positions grow cold, so that `rows` more find room.
@@ -269,8 +340,10 @@ class Streamed:
     move = self._programs.compiled(('move', hot), functools.partial(
         segments_lib.move_down, page=page), args, (0,))
     assert self.cold.stop == self.base, (self.cold.stop, self.base)
-    self.cold.append(*self.rows(self.base, stop))
-    self.cache, self.base = move(*args), stop
+    leaving = self.rows(self.base, stop)
+    with interrupts.deferred():
+      self.cold.append(*leaving)
+      self.cache, self.base = move(*args), stop
 
   def restore(
       self, cache: cache_lib.KVCache, base: int,
@@ -371,11 +444,12 @@ class Streamed:
           shapes, sharing, part.opens is None, part.closes is None,
           numbers if 'embedder' in carry else None)).encode()).hexdigest()[:12]
     key = rows, self.layout.hot, self._names[rows, part]
-    carry, self.cache = self._program(
-        'segment', key, functools.partial(
-            segments_lib.run_segment, segment=part, numbers=numbers,
-            config=config, profile=self._programs.profile),
-        (layers, carry, self.cache, where), donate=(2,))
+    args = layers, carry, self.cache, where
+    program = self._program('segment', key, functools.partial(
+        segments_lib.run_segment, segment=part, numbers=numbers,
+        config=config, profile=self._programs.profile), args, donate=(2,))
+    with interrupts.deferred():
+      carry, self.cache = program(*args)
     return carry
 
   def _fold(self, carry, spans, flow, starts):
@@ -390,10 +464,10 @@ class Streamed:
       state = self._program(
           'fold', (carry['q'].shape[1], self.layout.group), functools.partial(
               segments_lib.fold_group, groups=self._groups,
-              profile=self._programs.profile), args)
+              profile=self._programs.profile), args)(*args)
       slot.reader = state
     return state
 
   def _program(self, name, key, fun, args, donate=()):
-    """Runs a program, compiled once for these shapes."""
-    return self._programs.compiled((name, *key), fun, args, donate)(*args)
+    """Returns a program, compiled once for these shapes."""
+    return self._programs.compiled((name, *key), fun, args, donate)

@@ -249,6 +249,7 @@ def audit(
   """
   manifest = grafting.manifest_of(store, ref)
   grafting.check(model, manifest)
+  model.check_streaming(streaming)
   chosen = choose_blocks(manifest, blocks)
   stored = artifact_lib.available(manifest)
   own = store.tokens(manifest)

@@ -44,8 +44,9 @@ def find_journal(
   best, most, in_the_way = None, -1, set[str]()
   for attempt in journal_lib.attempts_of(kv, fields.key):
     found = new_journal(kv, fields, layouts, attempt)
+    entries = found.entries()
     whole, broken = _data_files(kv, fields, layouts, attempt)
-    found.load(whole)
+    found.load(entries, whole)
     count = sum(map(len, found.blocks.values()))
     if count > most:
       best, most, in_the_way = found, count, broken

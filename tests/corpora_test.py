@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 
@@ -223,6 +224,10 @@ def test_another_process_that_holds_it_is_said(corpus, tmp_path, monkeypatch):
     ('DELETE FROM passages WHERE ordinal = 0', 'in front of a.md#1'),
     ('DELETE FROM passages WHERE ordinal = 1', 'last passage of a.md'),
     ('DELETE FROM passages', 'last passage of a.md'),
+    ("UPDATE passages SET headings = '['", 'a.md#0 is not'),
+    ("UPDATE passages SET headings = '{}'", 'a.md#0 is not'),
+    ("UPDATE passages SET text = X'ff00'", 'a.md#0 is not'),
+    ("UPDATE passages SET heading = CAST(X'ff' AS TEXT)", 'UTF-8'),
 ])
 def test_damage_is_found(corpus, tmp_path, sql, what):
   put(corpus, 'a.md', LONG)
@@ -233,6 +238,54 @@ def test_damage_is_found(corpus, tmp_path, sql, what):
   with pytest.raises(errors.DamageError, match=what) as caught:
     corpus.check()
   assert '\n' not in str(caught.value)
+
+
+def test_a_check_sees_one_state(corpus, tmp_path, monkeypatch):
+  """What another process publishes or removes in the middle has to wait."""
+  put(corpus, 'a.md', LONG)
+  put(corpus, 'b.md', LONG)
+  read, tried = corpora.Corpus.passages, []
+
+  def passages_(self, *args):
+    monkeypatch.undo()
+    monkeypatch.setattr(database, '_WAIT_S', 0.1)
+    with corpora.Corpus(tmp_path / 'corpus') as other:
+      with pytest.raises(errors.StorageError, match='another process holds'):
+        other.remove(['a.md'])
+      tried.append(1)
+    return read(self, *args)
+
+  monkeypatch.setattr(corpora.Corpus, 'passages', passages_)
+  corpus.check()
+  assert tried
+  with corpora.Corpus(tmp_path / 'corpus') as other:
+    other.remove(['a.md'])
+  corpus.check()
+  assert list(texts(corpus)) == ['b.md']
+
+
+def test_another_thread_is_told_so(corpus):
+  found = []
+
+  def run():
+    try:
+      corpus.documents()
+    except errors.UsageError as e:
+      found.append(str(e))
+
+  thread = threading.Thread(target=run)
+  thread.start()
+  thread.join()
+  assert 'opened by another thread' in found[0]
+
+
+def test_a_directory_whose_name_is_not_utf8(tmp_path):
+  folder = os.fsdecode(os.fsencode(tmp_path) + b'/\xff')
+  with corpora.Corpus(folder, create=True) as corpus:
+    put(corpus, 'a.md', LONG)
+  with corpora.Corpus(folder) as corpus:
+    corpus.check()
+    assert list(texts(corpus)) == ['a.md']
 
 
 def test_flipped_bytes_are_found(corpus, tmp_path):

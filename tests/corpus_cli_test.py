@@ -39,7 +39,7 @@ def built_fixture(tmp_path_factory) -> pathlib.Path:
                 *BUILD)
   assert result.rc == 0, result.stderr
   assert '2 documents in 3 passages' in result.stderr
-  assert 'skipped 1 files: another kind of file' in result.stderr
+  assert 'skipped 1, another kind of file: ' in result.stderr
   assert result.json['added'] == 2 and result.json['passages'] == 3
   assert result.json['tokens'] == result.json['tokens_computed']
   assert (root / 'c' / 'store').is_dir()

@@ -152,3 +152,28 @@ def test_the_package_has_a_corpus_without_jax():
       [sys.executable, '-c', code], check=False, env=os.environ | {
           'PYTHONPATH': str(pathlib.Path(corpora.__file__).parents[1])})
   assert done.returncode == 0
+
+
+def test_a_corpus_without_any_word(tmp_path):
+  with corpora.Corpus(tmp_path, create=True) as corpus:
+    corpora_test.put(corpus, '---', '!!! ???\n', limit=70)
+    router = routing.Bm25Router(corpus)
+    assert router.route('hello') == []
+    assert router.judge([]).quality == 'none'
+
+
+@pytest.mark.parametrize('question', [
+    'STRASSE', 'straße', 'cafe\u0301', 'CAFÉ', 'ﬁsh'])
+def test_words_are_equal_however_they_are_written(tmp_path, question):
+  with corpora.Corpus(tmp_path, create=True) as corpus:
+    corpora_test.put(corpus, 'a', 'Die Straße, das Café, fish.', limit=70)
+    corpora_test.put(corpus, 'b', 'Nothing of that.', limit=70)
+    found = routing.Bm25Router(corpus).route(question)
+    assert places(found) == ['a#0']
+    assert routing.words_found(question, found[0].passage) == 1
+
+
+def test_an_address_that_is_no_text(corpus):
+  with pytest.raises(errors.UsageError, match='expected Unicode text') as e:
+    routing.AddressRouter(corpus).route('\udcff#0')
+  assert '\n' not in str(e.value)

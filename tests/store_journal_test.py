@@ -10,6 +10,7 @@ from kvgraft_jax import artifact
 from kvgraft_jax import errors
 from kvgraft_jax import hashing
 from kvgraft_jax import store as store_lib
+from kvgraft_jax import writer as writer_lib
 import store_helpers
 
 _numbers = itertools.count()
@@ -394,6 +395,28 @@ def test_two_writers_of_one_attempt_that_disagree(store, case):
       two.commit(last_logits_sha256='0' * 64, outer={})
   assert store.list() == [made]
   store_helpers.check(store, made, case)
+
+
+def test_what_another_writes_meanwhile_is_not_taken_for_damage(
+    local, case, monkeypatch):
+  attempt = begin(local, case, stop=3)
+  other = local.resume(*args_of(case))
+  list_files = writer_lib._data_files
+
+  def slowly(*args):
+    found = list_files(*args)
+    write(other, case, 3, 5)  # Behind this list.
+    other.checkpoint(b'behind 4')
+    return found
+
+  before = entries(local, case, attempt)
+  with other:
+    with monkeypatch.context() as patch:
+      patch.setattr(writer_lib, '_data_files', slowly)
+      with local.resume(*args_of(case)) as writer:
+        assert [writer.done(k) for k in KINDS] == [2, 2]
+    assert set(entries(local, case, attempt)) > set(before)
+  end(local, case, 4, b'behind 4')
 
 
 def test_two_processes_go_on_with_one_attempt(tmp_path):

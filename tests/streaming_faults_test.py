@@ -492,3 +492,53 @@ def test_permission_lost_as_an_unprivileged_user(public_root):
   assert 'check the permissions' in denied['text']
   assert '\n' not in denied['text']
   assert equal is True and after is True
+
+
+@pytest.mark.parametrize('streamed', [True, False])
+def test_interrupts_at_any_moment_leave_a_whole_context(scene, streamed):
+  """A program takes the cache over; until its result is there none has it."""
+  goal = TAIL + TAIL[::-1]
+  theirs = scene.memory().extend(goal)
+
+  def interrupt(after: float, go_on: threading.Event):
+    time.sleep(after)
+    if not go_on.is_set():
+      interrupt_main()
+
+  ours = scene.graft() if streamed else grafting.graft(
+      scene.model, scene.store, scene.made)
+  warm = ours.fork().extend(goal)  # Compiles.
+  began = time.monotonic()
+  warm = scene.graft() if streamed else scene.memory()
+  warm.extend(TAIL[:5])
+  step, caught = time.monotonic() - began, 0
+  rng = np.random.Generator(np.random.PCG64(0))
+  while ours.length < len(scene.ids) + len(goal):
+    done = ours.length - len(scene.ids)
+    over = threading.Event()
+    thread = threading.Thread(
+        target=interrupt, args=(rng.uniform(0, 1.2 * step), over))
+    thread.start()
+    try:
+      try:
+        ours.extend(goal[done:done + 5])
+      finally:
+        over.set()
+        thread.join()
+    except KeyboardInterrupt:
+      caught += 1
+      assert caught < 500
+  assert caught > 0
+  same(ours, theirs)
+
+
+def test_a_context_that_lost_its_state_says_so(scene):
+  context = scene.graft()
+  for array in context.cache.k.values():
+    array.delete()
+  with pytest.raises(errors.UsageError, match='lost its keys and values'):
+    context.extend(TAIL[:3])
+  context = scene.memory()
+  context.cache.k['global'].delete()
+  with pytest.raises(errors.UsageError, match='graft or compute it again'):
+    context.logits_of(TAIL[:3])

@@ -1,7 +1,9 @@
 """Streamed contexts: the same bits as in memory, in constant device memory."""
 
 import dataclasses
+import gc
 
+import jax
 import numpy as np
 import pytest
 
@@ -95,6 +97,84 @@ def test_device_memory_does_not_grow():
   assert usage.store_bytes_read == usage.store_blocks_read == 0
 
 
+def on_the_device(model) -> int:
+  """Returns bytes of all arrays that look like keys or values of global layers.
+
+  Whoever holds them: what a context says of itself is not asked.
+  """
+  spec = model.config.spec('global')
+  gc.collect()
+  return sum(x.nbytes for x in jax.live_arrays()
+             if x.dtype.itemsize == 2 and x.ndim == 5
+             and x.shape[-2:] == (spec.kv_heads, spec.head_dim))
+
+
+def test_samples_and_scores_share_the_device_memory(monkeypatch):
+  model = model_helpers.tiny()
+  outside = on_the_device(model)
+  context = model.prefill(tokens(150), streaming=least(model))
+  alone = on_the_device(model) - outside
+  assert 0 < alone <= context.usage().device_kv_bytes
+  found = []
+  made = context.generate(
+      3, num_samples=4, stop_ids=(), temperature=1.0,
+      on_token=lambda *_: found.append(on_the_device(model) - outside))
+  assert len(found) == 12 and max(found) <= alone
+  whole = model.prefill(tokens(150))
+  assert made == whole.generate(
+      3, num_samples=4, stop_ids=(), temperature=1.0)
+  assert context.usage().tokens_computed == 150 + 4 * 2
+
+  rows = engine.Context.hidden_of
+
+  def hidden_of(self, ids):
+    found.append(on_the_device(model) - outside)
+    return rows(self, ids)
+
+  found.clear()
+  del whole
+  monkeypatch.setattr(engine.Context, 'hidden_of', hidden_of)
+  score = context.score(tokens(4, seed=5))
+  assert found and max(found) <= alone
+  assert context.usage().tokens_computed == 150 + 4 * 2 + 3
+  assert context.usage().device_kv_bytes == least(model).device_kv_bytes
+  assert score == model.prefill(tokens(150)).score(tokens(4, seed=5))
+
+
+def test_a_graft_makes_no_second_cache(scene, monkeypatch):
+  made = []
+  empty = programs_lib.Programs.empty_cache
+  monkeypatch.setattr(
+      programs_lib.Programs, 'empty_cache',
+      lambda self, *args: made.append(args) or empty(self, *args))
+  context = grafting.graft(
+      scene.model, scene.store, scene.made, streaming=least(scene.model))
+  assert context.usage().device_kv_bytes == context.streamed.layout.device_bytes
+  assert not made
+
+
+@pytest.mark.parametrize('budget', [10**9, 10**30])
+def test_no_more_is_taken_than_the_capacity_needs(budget):
+  model = model_helpers.tiny()
+  context = model.prefill(
+      tokens(60), streaming=streaming_lib.Streaming(budget, 10**30))
+  assert model.capacity <= context.streamed.layout.hot <= (
+      model.capacity + PAGE + CHUNK)
+  assert same_state(context, model.prefill(tokens(60)))
+
+
+@pytest.mark.parametrize('args', [
+    (48e6,), ('48MB',), (10**6, 1e9), (None, '1GB')])
+def test_sizes_that_are_no_numbers(args):
+  with pytest.raises(errors.UsageError, match='_kv_bytes: expected a whole'):
+    streaming_lib.Streaming(*args)
+
+
+def test_what_is_no_streaming_is_refused():
+  with pytest.raises(errors.UsageError, match='expected a Streaming, found 9'):
+    model_helpers.tiny().prefill([5], streaming=9)
+
+
 def test_too_little_memory_names_the_least():
   model = model_helpers.tiny()
   needed = streaming_lib.least_bytes(model.config, model.profile)
@@ -175,6 +255,21 @@ def test_what_forks_read_is_counted(scene):
   assert twice.store_bytes_read - once.store_bytes_read == (
       once.store_bytes_read - before.store_bytes_read)
   assert twice.store_blocks_read > once.store_blocks_read
+
+
+@pytest.mark.parametrize('parent', [137, 150, 160])
+def test_a_deposit_behind_others_reads_them_once(scene, tmp_path, parent):
+  """Also where a group of positions is partly in the store, partly here."""
+  store = store_lib.Store(str(tmp_path))
+  depositing.deposit(scene.model, store, scene.ids[:160], name='front')
+  made = depositing.deposit(
+      scene.model, store, tokens(130, seed=4), parent='front',
+      parent_length=parent, streaming=least(scene.model, 20_000, 10**9))
+  layers = len(scene.model.config.kind_layers('global'))
+  # Some at the graft, some at the first step; then host memory has them.
+  blocks = -(-parent // made.manifest.fields.block) + 1
+  assert 0 < made.usage.store_blocks_read <= 2 * layers * blocks
+  assert made.tokens_computed == 130
 
 
 def test_empty_continuation_runs_the_last_position_alone(scene):
@@ -323,6 +418,16 @@ def test_refuted_streaming_is_refused_and_can_be_inexact(scene, monkeypatch):
   monkeypatch.setattr(scene.model, '_report', dataclasses.replace(
       report, invariances=report.invariances | {'stream': False}))
   streaming = least(scene.model)
+  streaming = streaming_lib.Streaming()
+  for call in (
+      lambda: scene.model.prefill(scene.ids, streaming=streaming),
+      lambda: grafting.recompute(
+          scene.model, scene.store, scene.made, streaming=streaming),
+      lambda: verification.audit(
+          scene.model, scene.store, scene.made, streaming=streaming)):
+    with pytest.raises(errors.ClassMismatchError, match='refuted stream'):
+      call()
+  assert not engine.Context(scene.model, streaming=streaming).exact
   with pytest.raises(errors.ClassMismatchError, match='refuted stream'):
     grafting.graft(scene.model, scene.store, scene.made, streaming=streaming)
   with pytest.raises(errors.ClassMismatchError, match='refuted stream'):

@@ -11,6 +11,7 @@ given. `kvgraft corpus ACTION --help` tells more of each.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from typing import Any
@@ -31,6 +32,7 @@ POSITIONAL = ('action', 'corpus')
 _MODEL = ('store', 'model', 'dtype', 'capacity', 'allow_beyond_trained',
           'chunk', 'tile', 'page', 'threads')
 _DEFAULTS = {'on_mismatch': 'fail'}  # Of the flags of some actions, else None.
+_NAMED = 3  # Of the files that are skipped.
 
 
 def define(fv: absl_flags.FlagValues) -> None:
@@ -59,7 +61,7 @@ def define(fv: absl_flags.FlagValues) -> None:
   text('passage', 'ask: take this one: its id or the first digits, PATH#N (the'
        ' N-th passage of a document, from 0), PATH, a heading or a title.')
   absl_flags.DEFINE_enum(
-      'router', None, ['address', 'bm25', 'model'], 'ask: what chooses the'
+      'router', None, ['address', 'bm25', 'model'], 'What chooses the'
       " passage: --passage, words in common (the default), or the model's score"
       ' of the first by words.', flag_values=fv)
   number('k', 'ask: candidates to report; 4 by default.')
@@ -103,9 +105,11 @@ def _load(
 ) -> kvgraft_jax.Model:
   """Returns the model; another one than the corpus's is refused early."""
   first = next(corpus.passages(), None)
-  if first is None or args.on_mismatch != 'fail':
-    return common.load_model(args)
-  return common.load_model(args, store.get(first.key))
+  manifest = None
+  if first is not None and args.on_mismatch == 'fail':
+    with contextlib.suppress(errors.DamageError):  # Another one may be whole.
+      manifest = store.get(first.key)
+  return common.load_model(args, manifest)
 
 
 def _build(args: Any) -> tuple[int, dict[str, Any]]:
@@ -131,12 +135,16 @@ def _build(args: Any) -> tuple[int, dict[str, Any]]:
           model, store, corpus, args.text_dir, progress=bar.callback,
           limit_documents=args.limit_documents, **given)
   common.note(
-      f'{report.documents:,} documents in {report.passages:,} passages of'
-      f' {report.tokens:,} tokens: {report.added:,} added, {report.changed:,}'
-      f' changed, {report.removed:,} removed, {report.unchanged:,} unchanged;'
-      f' {report.tokens_computed:,} tokens computed in {report.seconds:.1f} s')
-  for why, count in report.skipped.items():
-    common.note(f'skipped {count:,} files: {why}')
+      f'{report.documents:,} documents in {report.passages:,} passages,'
+      f' {report.tokens:,} tokens in all: {report.added:,} added,'
+      f' {report.changed:,} changed, {report.removed:,} removed,'
+      f' {report.unchanged:,} unchanged; {report.tokens_computed:,} tokens'
+      f' computed in {report.seconds:.1f} s')
+  for why, paths in report.skipped.items():
+    named = ', '.join(map(repr, paths[:_NAMED]))
+    common.note(
+        f'skipped {len(paths):,}, {why}: {named}'
+        + (', ...' if len(paths) > _NAMED else ''))
   return 0, dataclasses.asdict(report)
 
 

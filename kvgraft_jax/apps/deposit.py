@@ -78,8 +78,11 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
   common.note(
       f'{made.id[:12]}: '
       + ('is in the store already' if made.existed else
-         f'{len(ids):,} tokens computed and stored as'
-         f' {made.manifest.nbytes:,} bytes in {seconds:.1f} s'))
+         f'{made.tokens_computed:,} tokens computed'
+         + (f' behind {made.tokens_resumed:,} of an earlier run'
+            if made.tokens_resumed else '')
+         + f' and stored as {made.manifest.nbytes:,} bytes in'
+         f' {seconds:.1f} s'))
   return 0, {
       'artifact': made.id, 'key': made.key, 'name': made.name,
       'tokens': len(ids), 'tokens_computed': made.tokens_computed,
