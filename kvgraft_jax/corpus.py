@@ -215,6 +215,11 @@ def _router(
   if isinstance(router, str):
     raise errors.UsageError(
         f'router: expected one of {", ".join(ROUTERS)}, found {router!r:.80}')
+  if not all(callable(getattr(router, what, None))
+             for what in ('route', 'judge')):
+    raise errors.UsageError(
+        'router: expected an object with name, route and judge (see'
+        f' corpus_routing.Router), found {router!r:.80}')
   return router
 
 

@@ -386,6 +386,7 @@ def test_no_answer_is_said(built, corpus, tmp_path):
     ({'question': ' '}, 'question'), ({'question': None}, 'question: expected'),
      ({'k': 0}, 'k: expected'),
     ({'router': 'oracle'}, "address, bm25, model, found 'oracle'"),
+    ({'router': None}, 'with name, route and judge.*found None'),
     ({'router': 'address'}, 'needs the passage')])
 def test_questions_that_are_refused(built, corpus, more, what):
   with pytest.raises(errors.UsageError, match=what):

@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 def _run(tmp_path: pathlib.Path, model: str) -> str:
   text = (ROOT / 'README.md').read_text(encoding='utf-8')
   blocks = re.findall(r'```python\n(.*?)```', text, re.S)
-  assert len(blocks) == 5
+  assert len(blocks) == 6
   code = '\n'.join(blocks)
   assert "'gemma3-270m'" in code
   code = code.replace("'gemma3-270m'", repr(model))
