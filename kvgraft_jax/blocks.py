@@ -27,6 +27,26 @@ def pool() -> futures.ThreadPoolExecutor:
       min(16, os.cpu_count() or 1), 'kvgraft-digest')
 
 
+def digests_of(
+    kind: str, layout: artifact.KindLayout, start: int, stop: int,
+    array: np.ndarray,
+) -> tuple[str, ...]:
+  """Returns the digests of each layer's K, then V, of one block.
+
+  Args:
+    kind: of layers.
+    layout: theirs.
+    start: first position.
+    stop: one past the last one.
+    array: unsigned [L, 2, stop - start, K, H].
+  """
+  return tuple(pool().map(
+      lambda i: artifact.block_digest(
+          kind, layout.layers[i // 2], artifact.PARTS[i % 2], start, stop,
+          array[i // 2, i % 2]),
+      range(2 * len(layout.layers))))
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
   """The blocks of one attempt, as a manifest or its writer knows them.

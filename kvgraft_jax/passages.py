@@ -112,11 +112,16 @@ def _files(text_dir: Path) -> list[str]:
     ) from None
 
   found = []
-  for folder, below, names in os.walk(root, onerror=failed):
-    below[:] = [name for name in below if not name.startswith('.')]
-    inside = pathlib.PurePath(folder).relative_to(root)
-    found += [(inside / name).as_posix() for name in names
-              if not name.startswith('.')]
+  try:
+    for folder, below, names in os.walk(root, onerror=failed):
+      below[:] = [name for name in below if not name.startswith('.')]
+      inside = pathlib.PurePath(folder).relative_to(root)
+      found += [(inside / name).as_posix() for name in names
+                if not name.startswith('.')]
+  except RecursionError:  # Up to Python 3.11.
+    raise errors.StorageError(
+        f'{root}: directories are nested too deeply; give a part of them'
+    ) from None
   return sorted(found)
 
 

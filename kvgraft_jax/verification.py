@@ -9,6 +9,7 @@ import dataclasses
 import numpy as np
 
 from kvgraft_jax import artifact as artifact_lib
+from kvgraft_jax import blocks as blocks_lib
 from kvgraft_jax import engine
 from kvgraft_jax import errors
 from kvgraft_jax import grafting
@@ -281,11 +282,8 @@ def audit(
         # may have read it.
         store.read(manifest, kind, part.start, part.stop,
                    np.empty_like(k), np.empty_like(v))
-        digests = [
-            artifact_lib.block_digest(
-                kind, layer, name, part.start, part.stop, side[row])
-            for row, layer in enumerate(layout.layers)
-            for name, side in zip(artifact_lib.PARTS, (k, v))]
+        digests = blocks_lib.digests_of(
+            kind, layout, part.start, part.stop, np.stack([k, v], axis=1))
         checked += 1
         wrong = [j for j, (a, b) in enumerate(
             zip(digests, manifest.digests[kind][i])) if a != b]

@@ -169,7 +169,7 @@ class Writer:
     array = np.ascontiguousarray(array)
     digests: tuple[str, ...] = ()
     if (kind, number) in self._earlier:
-      digests = _digests(kind, layout, start, stop, array)
+      digests = blocks.digests_of(kind, layout, start, stop, array)
       self._compare(kind, number, digests)
     rows = slice(start - shape.origin, stop - shape.origin)
     copied, written = kvstore.start_write(self._arrays[kind], rows, array)
@@ -177,7 +177,7 @@ class Writer:
     doing = f'writing {self._kv.where(name)}'
     self._pending[kind, number] = written, doing
     # Computed while the bytes are on their way.
-    self._digests[kind][number] = digests or _digests(
+    self._digests[kind][number] = digests or blocks.digests_of(
         kind, layout, start, stop, array)
     self._earlier.discard((kind, number))
     self._wait((kind, number), copied)
@@ -389,15 +389,3 @@ class Writer:
       with contextlib.suppress(Exception):
         future.result()
     self._pending.clear()
-
-
-def _digests(
-    kind: str, layout: artifact.KindLayout, start: int, stop: int,
-    array: np.ndarray,
-) -> tuple[str, ...]:
-  """Returns the digests of each layer's K, then V, of one block."""
-  return tuple(blocks.pool().map(
-      lambda i: artifact.block_digest(
-          kind, layout.layers[i // 2], artifact.PARTS[i % 2], start, stop,
-          array[i // 2, i % 2]),
-      range(2 * len(layout.layers))))
