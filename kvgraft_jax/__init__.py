@@ -10,13 +10,13 @@ import typing
 if typing.TYPE_CHECKING:
   from kvgraft_jax import nn as nn
   from kvgraft_jax.config import ModelConfig as ModelConfig
+  from kvgraft_jax.context import Context as Context
+  from kvgraft_jax.context import Score as Score
   from kvgraft_jax.corpora import Corpus as Corpus
   from kvgraft_jax.decode import Generation as Generation
   from kvgraft_jax.depositing import deposit as deposit
-  from kvgraft_jax.engine import Context as Context
   from kvgraft_jax.engine import load_model as load_model
   from kvgraft_jax.engine import Model as Model
-  from kvgraft_jax.engine import Score as Score
   from kvgraft_jax.errors import KvgraftError as KvgraftError
   from kvgraft_jax.grafting import Artifact as Artifact
   from kvgraft_jax.grafting import graft as graft
@@ -44,7 +44,7 @@ _HOMES = {
     'Artifact': 'grafting',
     'audit': 'verification',
     'AuditReport': 'verification',
-    'Context': 'engine',
+    'Context': 'context',
     'Corpus': 'corpora',
     'deposit': 'depositing',
     'Generation': 'decode',
@@ -55,7 +55,7 @@ _HOMES = {
     'Model': 'engine',
     'ModelConfig': 'config',
     'Router': 'routing',
-    'Score': 'engine',
+    'Score': 'context',
     'Store': 'store',
     'Streaming': 'streaming',
     'verify': 'verification',
