@@ -4,6 +4,7 @@ What is scored is the continuation behind the artifact and the prompt. Without
 a continuation it is the prompt itself: behind the artifact, or behind bos.
 """
 
+import dataclasses
 import time
 from typing import Any
 
@@ -92,6 +93,7 @@ def run(args: Any) -> tuple[int, dict[str, Any]]:
       'tokens_computed': context.tokens_computed,
       'exact': context.exact if manifest is not None else None,
       'boundary_merges': merges,
+      'kv': dataclasses.asdict(context.usage()),
       'score_s': round(time.perf_counter() - began, 4),
       'startup_s': round(startup_s, 3),
   }
