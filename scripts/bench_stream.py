@@ -7,8 +7,8 @@
 equal: one text is deposited in memory, streamed, and streamed by a process
 that is killed (SIGKILL) at half and resumed here: one id. The device may hold
 the sliding windows and an eighth of the global layers' positions, host memory
-another eighth, so that most is read from the store. Then continuations of
-streamed grafts are compared with fresh ones in memory.
+another eighth and a block, so that most is read from the store. Then
+continuations of streamed grafts are compared with fresh ones in memory.
 
 long: prefixes of a stored artifact (`kvgraft deposit --stream`, sliding=full),
 doubling, are grafted and go on greedily, one token a step: once with all that
@@ -121,10 +121,15 @@ def bytes_on_device(
 def budget_of(
     model: engine.Model, length: int
 ) -> streaming_lib.Streaming:
-  """Returns the windows and an eighth of a length; an eighth on the host."""
+  """Returns the windows and an eighth of a length; for the host a block more.
+
+  What leaves the device waits there until its block is whole.
+  """
   part = bytes_on_device(model, config_lib.GLOBAL, length) // SHARE
   return streaming_lib.Streaming(
-      bytes_on_device(model, config_lib.SLIDING) + part, part)
+      bytes_on_device(model, config_lib.SLIDING) + part,
+      part + bytes_on_device(
+          model, config_lib.GLOBAL, grafting.check_block(model, None)))
 
 
 def die_at_half(args: argparse.Namespace) -> None:
