@@ -8,6 +8,14 @@ import pytest
 from kvgraft_jax import interrupts
 
 
+@pytest.fixture(autouse=True)
+def handler_fixture():
+  """Python's own handler, which a background process does not have."""
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  yield
+  signal.signal(signal.SIGINT, before)
+
+
 def interrupt():
   signal.raise_signal(signal.SIGINT)
 

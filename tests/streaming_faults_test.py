@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import itertools
 import pathlib
+import queue
 import shutil
 import signal
 import tempfile
@@ -38,14 +39,16 @@ TAIL = model_helpers.tokens(70, seed=9)
 
 @pytest.fixture(autouse=True)
 def alarm_fixture():
-  """Fails a test that hangs."""
+  """Fails a test that hangs; a background process is interrupted as well."""
   def hangs(*_):
     raise AssertionError('it hangs')
   before = signal.signal(signal.SIGALRM, hangs)
+  interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)
   signal.alarm(120)
   yield
   signal.alarm(0)
   signal.signal(signal.SIGALRM, before)
+  signal.signal(signal.SIGINT, interrupts)
 
 
 @dataclasses.dataclass
@@ -500,9 +503,10 @@ def test_interrupts_at_any_moment_leave_a_whole_context(scene, streamed):
   goal = TAIL + TAIL[::-1]
   theirs = scene.memory().extend(goal)
 
-  def interrupt(after: float, go_on: threading.Event):
+  def interrupt(after: float, begun: queue.SimpleQueue, over: list):
+    begun.get()
     time.sleep(after)
-    if not go_on.is_set():
+    if not over:
       interrupt_main()
 
   ours = scene.graft() if streamed else grafting.graft(
@@ -515,19 +519,23 @@ def test_interrupts_at_any_moment_leave_a_whole_context(scene, streamed):
   rng = np.random.Generator(np.random.PCG64(0))
   while ours.length < len(scene.ids) + len(goal):
     done = ours.length - len(scene.ids)
-    over = threading.Event()
+    begun: queue.SimpleQueue = queue.SimpleQueue()
+    over: list = []
     thread = threading.Thread(
-        target=interrupt, args=(rng.uniform(0, 1.2 * step), over))
+        target=interrupt, args=(rng.uniform(0, 1.2 * step), begun, over))
     thread.start()
     try:
       try:
+        begun.put(None)
         ours.extend(goal[done:done + 5])
       finally:
-        over.set()
+        over.append(True)
         thread.join()
     except KeyboardInterrupt:
       caught += 1
       assert caught < 500
+    over.append(True)
+    thread.join()  # One of the two may have been what was interrupted.
   assert caught > 0
   same(ours, theirs)
 
