@@ -512,3 +512,10 @@ def test_block_that_could_not_be_written_is_not_done(local, case, tmp_path):
     writer.write_block('global', 2, case.blocks['global', 2])
     writer.checkpoint(b'behind 2')
   end(local, case, 2, b'behind 2')
+
+
+def test_two_slashes_in_front_of_a_path_are_one(tmp_path, case):
+  """To TensorStore they would begin the name of a host."""
+  double = store_lib.Store('/' + str(tmp_path / 'store'))
+  made = store_helpers.deposit(double, case)
+  assert store_lib.Store(str(tmp_path / 'store')).get(made.key) == made
