@@ -83,7 +83,7 @@ class Context:
             f'streaming: expected a Streaming, found {streaming!r:.80}')
       self._streamed = streaming_lib.Streamed(
           model.programs, streaming, capacity=model.capacity)
-      self.exact = bool(model.self_test().invariances.get('stream'))
+      self.exact = model.streams_exactly()
     self._reads = streaming_lib.Reads()
     self._allocated = memory.allocated_bytes()
     self._most_device = self._most_host = self._tried = 0

@@ -174,22 +174,18 @@ class Database:
     """Returns what to raise for a file that is not as it was written."""
     return errors.DamageError(f'{self.file}: {what}; {self._kind.repair}')
 
-  @contextlib.contextmanager
-  def snapshot(self) -> Iterator[None]:
+  def snapshot(self) -> contextlib.AbstractContextManager[None]:
     """Reads one state of the file, whatever others write meanwhile."""
-    with self.guard():
-      self.db.execute('BEGIN')
-      try:
-        yield
-      finally:
-        if self.db.in_transaction:
-          self.db.execute('ROLLBACK')
+    return self._between('BEGIN')
+
+  def transaction(self) -> contextlib.AbstractContextManager[None]:
+    """Writes all or nothing."""
+    return self._between('BEGIN IMMEDIATE')
 
   @contextlib.contextmanager
-  def transaction(self) -> Iterator[None]:
-    """Writes all or nothing."""
+  def _between(self, begin: str) -> Iterator[None]:
     with self.guard():
-      self.db.execute('BEGIN IMMEDIATE')
+      self.db.execute(begin)
       try:
         yield
         self.db.execute('COMMIT')

@@ -173,11 +173,15 @@ class Model:
     return Context(self, record=record, streaming=streaming).extend(
         tokens, progress=progress)
 
+  def streams_exactly(self) -> bool:
+    """Returns whether a streamed context has the bits of one in memory."""
+    return bool(self.self_test().invariances.get('stream'))
+
   def check_streaming(
       self, streaming: streaming_lib.Streaming | None
   ) -> None:
     """Raises ClassMismatchError unless a streamed context would be exact."""
-    if streaming is not None and not self.self_test().invariances.get('stream'):
+    if streaming is not None and not self.streams_exactly():
       raise errors.ClassMismatchError(
           'the self-test refuted stream on this machine, so a streamed context'
           ' may have other bits; leave out --device_kv_bytes, or graft with'
